@@ -1,0 +1,1 @@
+"""shardwright: compile an ordinary PyTorch module for many devices."""

@@ -1,0 +1,121 @@
+"""The graph: what the model computes, in static single assignment form, immutable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from shardwright.compiler.ir.op import Arg, IROp
+from shardwright.compiler.ir.size import Size
+from shardwright.compiler.ir.value import IRValue, ValueKind
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A nested Python structure with leaves replaced: the arguments of ``forward``, or its result.
+
+    ``kind`` is ``leaf`` (``value`` is an :class:`IRValue`, or a literal), ``tuple``, ``list``, ``dict`` or ``object``.
+    ``children`` are ``(key, Tree)``: indices, dict keys, or attribute names. ``type_path`` is the import path of the class
+    of an object (named tuples, dataclasses, transformers' ModelOutput and caches), which is rebuilt at run time.
+    """
+
+    kind: str
+    value: Arg = None
+    children: tuple[tuple[Any, Tree], ...] = ()
+    type_path: str | None = None
+
+    def leaves(self) -> list[tuple[str, Arg]]:
+        """``(path, value)`` of every leaf; the path is like ``past_key_values.0.key``."""
+        if self.kind == "leaf":
+            return [("", self.value)]
+        return [(f"{key}.{path}".rstrip("."), value) for key, child in self.children for path, value in child.leaves()]
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicDim:
+    """An input dim whose size may vary: ``symbol`` is the size's name in expressions."""
+
+    input: str
+    dim: int
+    symbol: str
+
+
+@dataclass(frozen=True)
+class IRGraph:
+    """The operators of one module's ``forward``, topologically ordered.
+
+    ``inputs``: the tensor leaves of the arguments, in order. ``signature``: argument name to its :class:`Tree` (leaves:
+    input values, or literals that were fixed by tracing). ``defaults``: arguments that were absent and took their
+    default. ``output``: the structure of the result. ``buffer_updates``: buffer value to the value it has after the call.
+    ``constants``: the tensors that constant values stand for. ``eval_graph``: the body for ``training=False`` where it
+    differs in structure; parameters and buffers are shared by name.
+    """
+
+    name: str
+    inputs: tuple[IRValue, ...]
+    parameters: tuple[IRValue, ...]
+    buffers: tuple[IRValue, ...]
+    ops: tuple[IROp, ...]
+    output: Tree
+    signature: tuple[tuple[str, Tree], ...] = ()
+    defaults: tuple[tuple[str, Any], ...] = ()
+    constants: tuple[tuple[IRValue, torch.Tensor], ...] = ()
+    buffer_updates: tuple[tuple[IRValue, IRValue], ...] = ()
+    dynamic_dims: tuple[DynamicDim, ...] = ()
+    eval_graph: IRGraph | None = None
+    module_types: Mapping[str, str] = field(default_factory=dict)  # module path -> class name, for naming
+
+    @property
+    def outputs(self) -> tuple[IRValue, ...]:
+        """The tensor leaves of the result, in order; a value returned twice appears twice."""
+        return tuple(value for _, value in self.output.leaves() if isinstance(value, IRValue))
+
+    @property
+    def sources(self) -> tuple[IRValue, ...]:
+        """Every value that no operator makes."""
+        return (*self.inputs, *self.parameters, *self.buffers, *(value for value, _ in self.constants))
+
+    def op(self, name: str) -> IROp:
+        return next(op for op in self.ops if op.name == name)
+
+    def producers(self) -> dict[str, tuple[IROp, int]]:
+        """Value name to the operator that makes it, and which of its results it is."""
+        return {value.name: (op, index) for op in self.ops for index, value in enumerate(op.results)}
+
+    def uses(self) -> dict[str, list[tuple[IROp, int]]]:
+        """Value name to the operators that read it, with the operand position."""
+        uses: dict[str, list[tuple[IROp, int]]] = {}
+        for op in self.ops:
+            for position, value in enumerate(op.operands):
+                uses.setdefault(value.name, []).append((op, position))
+        return uses
+
+    def with_ops(self, ops: tuple[IROp, ...]) -> IRGraph:
+        return replace(self, ops=ops)
+
+    def live(self) -> IRGraph:
+        """Without operators whose results nobody reads, and without sources nobody reads (inputs stay)."""
+        needed = {value.name for value in self.outputs} | {after.name for _, after in self.buffer_updates}
+        kept: list[IROp] = []
+        for op in reversed(self.ops):
+            if any(result.name in needed for result in op.results):
+                needed.update(value.name for value in op.operands)
+                kept.append(op)
+        return replace(
+            self,
+            ops=tuple(reversed(kept)),
+            constants=tuple((value, tensor) for value, tensor in self.constants if value.name in needed),
+        )
+
+    def symbols(self) -> dict[str, tuple[IRValue, int]]:
+        """Symbol name to the input and dim that give its size."""
+        by_name = {value.name: value for value in self.inputs}
+        return {d.symbol: (by_name[d.input], d.dim) for d in reversed(self.dynamic_dims)}
+
+
+
+
+__all__ = ["DynamicDim", "IRGraph", "Tree", "ValueKind"]

@@ -1,0 +1,116 @@
+"""Operators: one class for all of them, with arguments bound to the names of the operator's signature.
+
+An argument is an :class:`IRValue`, a literal (number, string, bool, ``None``, dtype, ``slice``, ``Ellipsis``, a size
+expression), one of the run-time literals below, or a tuple of arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwright.compiler.ir.value import IRValue, SourceLocation
+
+if TYPE_CHECKING:
+    from shardwright.compiler.ops.rule import OpRule
+
+Arg = Any
+
+
+@dataclass(frozen=True, slots=True)
+class WhenTraining:
+    """An argument that depends on ``self.training``: ``train`` if set, else ``eval``."""
+
+    train: Arg
+    eval: Arg
+
+
+@dataclass(frozen=True, slots=True)
+class RankDevice:
+    """The device of the rank that runs the program: stands for the device arguments met while tracing."""
+
+
+@dataclass(frozen=True, slots=True)
+class IROp:
+    """One operator call.
+
+    ``target`` is the canonical name of the operator: a name in the operator registry, or the import path
+    (``package.module.function``) of a function that has no entry there. ``args`` binds parameter names of its
+    signature, in signature order, without those left at their defaults. An unregistered function keeps positional
+    arguments under the names ``"0"``, ``"1"``, ...
+    ``region`` names the recompute region the call stands in. ``autocast`` is the autocast dtype in force, if any.
+    ``only_in`` is ``"train"`` for a buffer update that happens in training only.
+    """
+
+    name: str
+    target: str
+    args: tuple[tuple[str, Arg], ...]
+    results: tuple[IRValue, ...]
+    module_path: str = ""
+    module_type: str = ""
+    source: SourceLocation | None = None
+    region: str | None = None
+    autocast: torch.dtype | None = None
+    grad_enabled: bool = True
+    only_in: str | None = None
+    rule: OpRule | None = None
+
+    def arg(self, name: str, default: Arg = None) -> Arg:
+        """The argument bound to ``name``."""
+        return next((value for key, value in self.args if key == name), default)
+
+    def has_arg(self, name: str) -> bool:
+        return any(key == name for key, _ in self.args)
+
+    @property
+    def operands(self) -> tuple[IRValue, ...]:
+        """The tensor arguments in signature order, those inside tuples included; a value used twice appears twice."""
+        return tuple(leaf for _, value in self.args for leaf in leaves(value) if isinstance(leaf, IRValue))
+
+    @property
+    def operand_names(self) -> tuple[str, ...]:
+        """The parameter name of each operand; ``tensors[0]``, ``tensors[1]`` for those inside a tuple."""
+        names: list[str] = []
+        for key, value in self.args:
+            if isinstance(value, tuple):
+                names += [f"{key}[{i}]" for i, leaf in enumerate(leaves(value)) if isinstance(leaf, IRValue)]
+            elif isinstance(value, IRValue | WhenTraining):
+                names += [key for leaf in leaves(value) if isinstance(leaf, IRValue)]
+        return tuple(names)
+
+    def map_args(self, function: Callable[[Arg], Arg]) -> IROp:
+        """The same call with ``function`` applied to every leaf of its arguments."""
+        return replace(self, args=tuple((key, map_leaves(value, function)) for key, value in self.args))
+
+    def with_args(self, **updates: Arg) -> IROp:
+        """The same call with some arguments replaced (they keep their place; new ones are appended)."""
+        known = {key for key, _ in self.args}
+        args = tuple((key, updates.get(key, value)) for key, value in self.args)
+        return replace(self, args=args + tuple((k, v) for k, v in updates.items() if k not in known))
+
+
+def leaves(arg: Arg) -> Iterator[Arg]:
+    """The leaves of an argument, depth first."""
+    if isinstance(arg, tuple | list):
+        for item in arg:
+            yield from leaves(item)
+    elif isinstance(arg, slice):
+        yield from leaves((arg.start, arg.stop, arg.step))
+    elif isinstance(arg, WhenTraining):
+        yield from leaves((arg.train, arg.eval))
+    else:
+        yield arg
+
+
+def map_leaves(arg: Arg, function: Callable[[Arg], Arg]) -> Arg:
+    """The argument rebuilt with ``function`` applied to its leaves."""
+    if isinstance(arg, tuple | list):
+        return tuple(map_leaves(item, function) for item in arg)
+    if isinstance(arg, slice):
+        return slice(*(map_leaves(item, function) for item in (arg.start, arg.stop, arg.step)))
+    if isinstance(arg, WhenTraining):
+        return WhenTraining(map_leaves(arg.train, function), map_leaves(arg.eval, function))
+    return function(arg)

@@ -1,0 +1,155 @@
+"""What the planner must know of an operator: its factors, where they occur, and what may be split.
+
+A rule speaks of one operator call with known shapes. Its **factors** are the named dims of an einsum-like annotation:
+
+    linear     ``b s k+, n k+, n -> b s n``
+    attention  ``b h q d^, b h k^ d^, b h k^ e -> b h q e``
+
+From the factors follow all strategies of the operator along one mesh axis (:func:`strategies` in ``strategy.py``):
+
+1. split a factor: operands that have it are ``S`` there, the others ``G``; results that have it are ``S``, those without
+   it are ``P``. When a summed factor is split, an operand listed as additive (the bias) is ``P``, not ``G``.
+2. all ``R``, or all ``G``.
+3. one linear set all ``P``, the other operands ``G``, the results ``P``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from shardwright.compiler.ir.op import Arg, IROp
+from shardwright.compiler.ir.size import Size, product
+
+
+class FactorKind(Enum):
+    """How far a factor may be split."""
+
+    FREE = ""  # every result has it
+    SUMMED = "+"  # some result lacks it, and is literally the sum of the results over the pieces
+    FROZEN = "^"  # must be whole
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A named dim of an operator. Several ``segments`` mean that it is their concatenation, cut segment by segment."""
+
+    name: str
+    segments: tuple[Size, ...]
+    kind: FactorKind = FactorKind.FREE
+
+    @property
+    def size(self) -> Size:
+        return sum(self.segments) if len(self.segments) > 1 else self.segments[0]
+
+
+@dataclass(frozen=True, slots=True)
+class FactorRef:
+    """One occurrence of a factor in a dim. ``segment`` names a single segment of it (a slice that takes just that one)."""
+
+    factor: str
+    segment: int | None = None
+
+    def __str__(self) -> str:
+        return self.factor if self.segment is None else f"{self.factor}#{self.segment}"
+
+
+DimRefs = tuple[FactorRef, ...]
+"""A dim as a product of factors, outermost first. Empty: size 1."""
+
+TensorRefs = tuple[DimRefs, ...]
+"""The dims of a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelFactor:
+    """How the parallel form of an operator treats one factor split over an axis.
+
+    ``operands`` and ``results`` override the placement (``'S'``, ``'R'``, ``'G'``, ``'P'``) that the general law would give;
+    ``S`` is where the factor occurs. ``None`` in ``results`` or ``operands`` as a whole: the general law holds.
+    """
+
+    operands: tuple[str, ...] | None = None
+    results: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelForm:
+    """A runtime function that computes the operator when some of ``factors`` are split.
+
+    ``target`` is a function of ``shardwright.runtime.ops``; it takes the operator's arguments and, for each factor named
+    here, a keyword ``<keyword>=`` with the tuple of axis groups (major to minor) that split it (``()`` if unsplit).
+    ``local_args`` gives further keyword arguments (global sizes, offsets). A factor of kind FROZEN may be split if it is
+    named here; a factor without communication needs (a mean's) may be named only to change the target.
+    """
+
+    target: str
+    factors: Mapping[str, ParallelFactor]
+    keywords: Mapping[str, str]
+    local_args: Callable[[IROp, LocalSizes], Mapping[str, Arg]] | None = None
+
+
+@dataclass(frozen=True)
+class LocalSizes:
+    """What one rank sees of a rule's factors: handed to the functions that localise arguments.
+
+    ``segments`` maps each factor to the local sizes of its segments, ``offsets`` to the global start of the local piece of
+    its first segment, ``axes`` to the axes that split it, ``full`` to its whole size.
+    """
+
+    segments: Mapping[str, tuple[Size, ...]]
+    offsets: Mapping[str, Size]
+    axes: Mapping[str, tuple[str, ...]]
+    full: Mapping[str, Size]
+
+    def ref_size(self, ref: FactorRef) -> Size:
+        sizes = self.segments[ref.factor]
+        return sizes[ref.segment] if ref.segment is not None else sum(sizes) if len(sizes) > 1 else sizes[0]
+
+    def dim_size(self, refs: DimRefs) -> Size:
+        return product(self.ref_size(ref) for ref in refs)
+
+    def shape(self, tensor: TensorRefs) -> tuple[Size, ...]:
+        return tuple(self.dim_size(refs) for refs in tensor)
+
+    def is_split(self, *factors: str) -> bool:
+        return any(self.axes.get(factor) for factor in factors)
+
+
+Localise = Callable[[IROp, "OpRule", LocalSizes], Mapping[str, Arg]]
+"""Gives the arguments that differ on a rank: view sizes, split sizes, slice bounds, ``groups``."""
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """The rule of one operator call.
+
+    ``operands`` / ``results``: one :data:`TensorRefs` each, in the order of ``op.operands`` / ``op.results``.
+    ``additive``: operand positions that enter additively when a summed factor they lack is split.
+    ``linear_sets``: sets of operand positions in which the operator is jointly linear, all others fixed.
+    ``grad_linear``: the backward is a derivative, so all-``G`` is allowed (not for an undeclared autograd Function).
+    ``localise``: arguments that differ on a rank. ``parallel``: a runtime function for factors that need communication
+    (or a global size) inside the operator. ``random``: draws random numbers.
+    ``updates``: operand positions changed in place (running statistics).
+    """
+
+    annotation: str
+    factors: tuple[Factor, ...]
+    operands: tuple[TensorRefs, ...]
+    results: tuple[TensorRefs, ...]
+    additive: tuple[int, ...] = ()
+    linear_sets: tuple[frozenset[int], ...] = ()
+    grad_linear: bool = True
+    localise: Localise | None = None
+    parallel: ParallelForm | None = None
+    random: bool = False
+    updates: tuple[int, ...] = ()
+    known: bool = True  # False: no rule was found, the operator is replicated
+
+    def factor(self, name: str) -> Factor:
+        return next(factor for factor in self.factors if factor.name == name)
+
+    def splittable(self, name: str) -> bool:
+        """Whether the factor may be split over a mesh axis at all."""
+        return self.factor(name).kind is not FactorKind.FROZEN or (self.parallel is not None and name in self.parallel.factors)

@@ -1,0 +1,71 @@
+"""Every error a user can see: one exception tree, one formatter.
+
+An error has four parts: *what* went wrong, *where* (the user's file:line and module path), *why* (the numbers) and
+*what to try*. Checks of input raise one of these classes; ``assert`` is kept for internal invariants.
+"""
+
+from __future__ import annotations
+
+
+class ShardwrightError(Exception):
+    """Base of all errors raised on purpose.
+
+    ``what`` is one sentence. ``where``, ``why`` and ``hint`` are printed below it, each on a line of its own.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, why: str | None = None, hint: str | None = None) -> None:
+        self.what, self.where, self.why, self.hint = what, where, why, hint
+        super().__init__(format_error(what, where=where, why=why, hint=hint))
+
+
+class ConfigError(ShardwrightError, ValueError):
+    """A setting, or a combination of settings, that cannot be honoured."""
+
+
+class TraceError(ShardwrightError, RuntimeError):
+    """The model could not be turned into a graph."""
+
+
+class AnnotationError(ShardwrightError, ValueError):
+    """An operator annotation that does not parse, or does not fit the shapes it is used with."""
+
+
+class PlanError(ShardwrightError, ValueError):
+    """A plan, or a request to a policy, that is not valid for the graph."""
+
+
+class LoadError(ShardwrightError, RuntimeError):
+    """Generated files that are missing, altered, or made for something else."""
+
+
+class CheckpointError(ShardwrightError, RuntimeError):
+    """A checkpoint that is incomplete, altered, or does not fit the module."""
+
+
+class InputError(ShardwrightError, ValueError):
+    """A call of a parallel module with arguments it was not compiled for."""
+
+
+class DistributedError(ShardwrightError, RuntimeError):
+    """The process group, the ranks or a collective are not as the plan needs them."""
+
+
+class InternalError(ShardwrightError, AssertionError):
+    """A broken internal invariant: a defect of shardwright itself."""
+
+
+def format_error(what: str, *, where: str | None = None, why: str | None = None, hint: str | None = None) -> str:
+    """The text of an error, one labelled line per part that is present."""
+    lines = [what]
+    lines += [f"  where: {where}"] if where else []
+    lines += [f"  why:   {why}"] if why else []
+    lines += [f"  try:   {hint}"] if hint else []
+    return "\n".join(lines)
+
+
+def did_you_mean(name: str, known: list[str] | tuple[str, ...]) -> str | None:
+    """A hint naming the closest of ``known``, or all of them when nothing is close."""
+    import difflib
+
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"one of {', '.join(map(repr, sorted(known)))}"

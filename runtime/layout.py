@@ -1,0 +1,253 @@
+"""Meshes and layouts: which piece of a tensor each rank holds.
+
+A **mesh** is named axes with sizes, written major to minor; the last axis varies fastest with the rank.
+A tensor **dim** is a product of **atoms**, outermost first. An atom is one or several **segments** laid end to end, and
+an ordered tuple of mesh axes, major to minor, that cut every one of its segments. So
+
+    hidden 768, whole                      ->  [Atom(768)]
+    12 heads of 64, heads over tp          ->  [Atom(12, tp), Atom(64)]
+    GPT-2's fused QKV, heads over tp       ->  [Atom(3), Atom(12, tp), Atom(64)]
+    Phi-3's fused QKV, 32 + 8 + 8 heads    ->  [Atom(32 + 8 + 8, tp), Atom(96)]
+    batch x sequence flattened, batch over dp -> [Atom(4, dp), Atom(128)]
+
+Invariants: an axis cuts at most one atom of one dim of a tensor; the pieces of all ranks tile the tensor exactly;
+a piece keeps the ascending global order. Sizes that do not divide give the first ranks one element more; a rank may hold
+nothing. Besides cutting, an axis may hold a summand of the value (**P**, partial) or of the gradient (**G**,
+gradient-partial); an axis that does none of the three holds a copy (**R**, replicated).
+
+While compiling, sizes may be symbolic expressions; everything here that needs numbers says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+Size = Any
+"""An ``int``, or while compiling a sympy expression over the names of dynamic input dims."""
+
+Coords = Mapping[str, int]
+"""A rank's index along each mesh axis."""
+
+
+def piece(count: int, num_pieces: int, index: int) -> tuple[int, int]:
+    """``(start, size)`` of piece ``index`` when ``count`` things are cut evenly; the first pieces get what is left over."""
+    base, extra = divmod(count, num_pieces)
+    return index * base + min(index, extra), base + (index < extra)
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Named axes with sizes, major to minor. ``Mesh((("dp", 2), ("tp", 4)))`` has 8 ranks; tp varies fastest."""
+
+    axes: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def of(cls, axes: Mapping[str, int] | Mesh) -> Mesh:
+        return axes if isinstance(axes, Mesh) else cls(tuple(axes.items()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def size(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    def axis_size(self, axis: str) -> int:
+        return dict(self.axes)[axis]
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """The coordinates of ``rank``, in the order of the axes."""
+        coords = {}
+        for name, size in reversed(self.axes):
+            rank, coords[name] = divmod(rank, size)
+        return {name: coords[name] for name in self.names}
+
+    def rank(self, coords: Coords) -> int:
+        rank = 0
+        for name, size in self.axes:
+            rank = rank * size + coords[name]
+        return rank
+
+    def all_coords(self) -> Iterator[dict[str, int]]:
+        return (self.coords(rank) for rank in range(self.size))
+
+    def groups(self, axes: tuple[str, ...] | str) -> list[tuple[int, ...]]:
+        """The rank groups that differ only along ``axes``, each in ascending order, in one order on all ranks."""
+        axes = (axes,) if isinstance(axes, str) else axes
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.size):
+            coords = self.coords(rank)
+            groups.setdefault(tuple(c for name, c in coords.items() if name not in axes), []).append(rank)
+        return [tuple(group) for group in groups.values()]
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name}={size}" for name, size in self.axes) or "one rank"
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """One factor of a dim: segments laid end to end, each cut by ``axes`` (major to minor)."""
+
+    segments: tuple[Size, ...]
+    axes: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> Size:
+        return sum(self.segments) if len(self.segments) != 1 else self.segments[0]
+
+    def pieces(self, mesh: Mesh, coords: Coords, *, upto: int | None = None) -> tuple[tuple[int, int], ...]:
+        """``(start, size)`` within the atom of what each segment leaves at ``coords``, cut by the first ``upto`` axes."""
+        result, offset = [], 0
+        for segment in self.segments:
+            start, size = 0, segment
+            for axis in self.axes[:upto]:
+                inner_start, size = piece(size, mesh.axis_size(axis), coords[axis])
+                start += inner_start
+            result.append((offset + start, size))
+            offset += segment
+        return tuple(result)
+
+    def local_size(self, mesh: Mesh, coords: Coords) -> int:
+        if not self.axes:
+            return self.size  # type: ignore[no-any-return]
+        return sum(size for _, size in self.pieces(mesh, coords))
+
+    def __str__(self) -> str:
+        size = "+".join(map(str, self.segments))
+        return f"{size}/{'/'.join(self.axes)}" if self.axes else size
+
+
+Dim = tuple[Atom, ...]
+
+
+def merge_atoms(dim: Dim) -> Dim:
+    """The same dim in its shortest form: no atoms of size 1, neighbouring uncut atoms and segments joined.
+
+    A size-1 atom that is cut stays: it tells which rank holds the only element.
+    """
+    merged: list[Atom] = []
+    for atom in dim:
+        if not atom.axes:
+            if atom.size == 1:
+                continue
+            atom = Atom((atom.size,))
+            if merged and not merged[-1].axes:
+                merged[-1] = Atom((merged[-1].size * atom.size,))
+                continue
+        merged.append(atom)
+    return tuple(merged) or (Atom((1,)),)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one tensor lies on a mesh: atoms per dim, the axes it is partial on (P), and gradient-partial on (G)."""
+
+    dims: tuple[Dim, ...]
+    partial: tuple[str, ...] = ()
+    grad_partial: tuple[str, ...] = ()
+
+    @classmethod
+    def whole(cls, shape: tuple[Size, ...], *, partial: tuple[str, ...] = (), grad_partial: tuple[str, ...] = ()) -> Layout:
+        """Nothing cut: R, or P / G on the axes named."""
+        return cls(tuple((Atom((size,)),) for size in shape), tuple(sorted(partial)), tuple(sorted(grad_partial)))
+
+    @property
+    def shape(self) -> tuple[Size, ...]:
+        """The global shape."""
+        return tuple(_product(atom.size for atom in dim) for dim in self.dims)
+
+    @property
+    def cut_axes(self) -> tuple[str, ...]:
+        return tuple(axis for dim in self.dims for atom in dim for axis in atom.axes)
+
+    def placement(self, axis: str) -> str:
+        """``'S(d)'``, ``'P'``, ``'G'`` or ``'R'``."""
+        for index, dim in enumerate(self.dims):
+            if any(axis in atom.axes for atom in dim):
+                return f"S({index})"
+        return "P" if axis in self.partial else "G" if axis in self.grad_partial else "R"
+
+    def dim_axes(self, dim: int) -> tuple[str, ...]:
+        """The axes that cut ``dim``, outermost atom first."""
+        return tuple(axis for atom in self.dims[dim] for axis in atom.axes)
+
+    def local_shape(self, mesh: Mesh, coords: Coords) -> tuple[int, ...]:
+        """The shape of the piece at ``coords``; needs numbers."""
+        return tuple(math.prod(atom.local_size(mesh, coords) for atom in dim) for dim in self.dims)
+
+    def runs(self, dim: int, mesh: Mesh, coords: Coords) -> tuple[tuple[int, int], ...]:
+        """The piece at ``coords`` along ``dim`` as ascending global ``(start, stop)`` runs; needs numbers."""
+        runs = [(0, 1)]
+        for atom in merge_atoms(self.dims[dim]):
+            size, kept = atom.size, [(s, s + n) for s, n in atom.pieces(mesh, coords) if n]
+            if kept == [(0, size)]:
+                runs = [(start * size, stop * size) for start, stop in runs]
+            else:
+                runs = [(i * size + a, i * size + b) for start, stop in runs for i in range(start, stop) for a, b in kept]
+        joined: list[tuple[int, int]] = []
+        for start, stop in runs:
+            if joined and joined[-1][1] == start:
+                joined[-1] = (joined[-1][0], stop)
+            elif stop > start:
+                joined.append((start, stop))
+        return tuple(joined)
+
+    def normalized(self) -> Layout:
+        """The same layout with every dim in its shortest form."""
+        return replace(self, dims=tuple(merge_atoms(dim) for dim in self.dims))
+
+    def with_dim(self, dim: int, atoms: Dim) -> Layout:
+        return replace(self, dims=self.dims[:dim] + (atoms,) + self.dims[dim + 1 :])
+
+    def owners(self, mesh: Mesh) -> list[dict[str, int]]:
+        """The coordinates that hold distinct pieces: index 0 along every axis that does not cut the tensor."""
+        cut = set(self.cut_axes)
+        return [c for c in mesh.all_coords() if all(c[a] == 0 for a in mesh.names if a not in cut)]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "dims": [[{"segments": list(atom.segments), "axes": list(atom.axes)} for atom in dim] for dim in self.dims],
+            "partial": list(self.partial),
+            "grad_partial": list(self.grad_partial),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Layout:
+        dims = tuple(tuple(Atom(tuple(a["segments"]), tuple(a["axes"])) for a in dim) for dim in data["dims"])
+        return cls(dims, tuple(data["partial"]), tuple(data["grad_partial"]))
+
+    def __str__(self) -> str:
+        dims = ", ".join(" * ".join(map(str, merge_atoms(dim))) for dim in self.dims)
+        marks = [f"P({', '.join(self.partial)})"] if self.partial else []
+        marks += [f"G({', '.join(self.grad_partial)})"] if self.grad_partial else []
+        return " ".join([f"[{dims}]", *marks])
+
+
+def _product(sizes: Iterator[Size]) -> Size:
+    return math.prod(itertools.chain((1,), sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one dim of a *local* tensor is cut along one axis: ``outer`` repeats of ``segments``, each element ``inner`` long.
+
+    The uncut length is ``outer * sum(segments) * inner``. Every segment is cut by :func:`piece`. This is what generated
+    code hands to the adapters; all numbers are known when the code runs.
+    """
+
+    segments: tuple[int, ...]
+    outer: int = 1
+    inner: int = 1
+
+    @property
+    def length(self) -> int:
+        """The uncut length of the dim."""
+        return self.outer * sum(self.segments) * self.inner
+
+    def local_length(self, num_pieces: int, index: int) -> int:
+        return self.outer * self.inner * sum(piece(segment, num_pieces, index)[1] for segment in self.segments)

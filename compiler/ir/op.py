@@ -34,6 +34,18 @@ class RankDevice:
 
 
 @dataclass(frozen=True, slots=True)
+class AxisRef:
+    """A mesh axis as an argument: the rank's :class:`AxisGroup` along it."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankRng:
+    """The module's random state as an argument (``self.rng``)."""
+
+
+@dataclass(frozen=True, slots=True)
 class IROp:
     """One operator call.
 
@@ -84,6 +96,10 @@ class IROp:
     def map_args(self, function: Callable[[Arg], Arg]) -> IROp:
         """The same call with ``function`` applied to every leaf of its arguments."""
         return replace(self, args=tuple((key, map_leaves(value, function)) for key, value in self.args))
+
+    def retarget(self, target: str) -> IROp:
+        """The same call of another function."""
+        return replace(self, target=target)
 
     def with_args(self, **updates: Arg) -> IROp:
         """The same call with some arguments replaced (they keep their place; new ones are appended)."""

@@ -41,3 +41,54 @@ def quotient(size: Size, divisor: Size) -> Size:
     if isinstance(divisor, int) and isinstance(size, int):
         return size // divisor
     return simplify(sympy.cancel(sympy.sympify(size) / sympy.sympify(divisor)))
+
+
+class LocalSize(sympy.Function):  # type: ignore[misc]
+    """``LocalSize(n, axis)``: how many of ``n`` things this rank holds when the axis cuts them (uneven, or ``n`` dynamic)."""
+
+    is_integer = True
+    is_nonnegative = True
+
+
+class Offset(sympy.Function):  # type: ignore[misc]
+    """``Offset(n, axis)``: the index of the first of ``n`` things this rank holds when the axis cuts them."""
+
+    is_integer = True
+    is_nonnegative = True
+
+
+def local_size(size: Size, axis: str, axis_size: int) -> Size:
+    """The size of a rank's piece: a number where it is the same on all ranks."""
+    if isinstance(size, int) and size % axis_size == 0:
+        return size // axis_size
+    return LocalSize(size, sympy.Symbol(axis))
+
+
+def offset(size: Size, axis: str) -> Size:
+    return Offset(size, sympy.Symbol(axis))
+
+
+def to_python(size: Size) -> str:
+    """The size as Python source over the names of symbols and axis groups (``tp.local_size(batch)``)."""
+    if isinstance(size, int):
+        return str(size)
+    if isinstance(size, LocalSize | Offset):
+        method = "local_size" if isinstance(size, LocalSize) else "offset"
+        return f"{size.args[1]}.{method}({to_python(simplify(size.args[0]))})"
+    if size.is_Integer or size.is_Symbol:
+        return str(size)
+    parts = [to_python(simplify(part)) for part in size.args]
+    if size.is_Add:
+        return " + ".join(sorted(parts, key=lambda text: (text.lstrip("-").isdigit(), text))).replace("+ -", "- ")
+    if size.is_Mul:
+        parts = [f"({text})" if part.is_Add else text for text, part in zip(parts, size.args, strict=True)]
+        return " * ".join(sorted(parts, key=lambda text: (not text.isdigit(), text))).replace("-1 * ", "-")
+    if type(size).__name__ in ("FloorDiv", "CleanDiv"):
+        return f"({parts[0]}) // ({parts[1]})"
+    if type(size).__name__ in ("Mod", "PythonMod"):
+        return f"({parts[0]}) % ({parts[1]})"
+    if size.is_Pow and size.args[1].is_Integer and size.args[1] > 0:
+        return " * ".join([f"({parts[0]})"] * int(size.args[1]))
+    if type(size).__name__ in ("Max", "Min"):
+        return f"{type(size).__name__.lower()}({', '.join(sorted(parts))})"
+    raise NotImplementedError(f"size expression {size} of type {type(size).__name__}")

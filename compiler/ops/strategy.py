@@ -1,0 +1,97 @@
+"""The strategies of an operator along one mesh axis, and the layouts they ask of its operands and give to its results.
+
+A strategy is a short string, as it stands in a plan:
+
+    ``R``  ``G``            everything replicated; everything gradient-partial
+    ``split:<factor>``      one factor is cut
+    ``linear:<i>``          the operands of linear set ``i`` and the results are partial, the other operands ``G``
+
+An operator has one strategy per mesh axis. Several axes may cut one factor, major to minor in mesh order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardwright.compiler.ops.rule import OpRule, TensorRefs
+from shardwright.runtime.layout import Atom, Layout, Mesh
+
+Strategy = str
+Assignment = Mapping[str, Strategy]
+"""Mesh axis to the operator's strategy along it; an axis left out means ``R``."""
+
+
+def strategies(rule: OpRule) -> list[Strategy]:
+    """Every strategy the rule allows along one axis."""
+    found = ["R", "G"] if rule.grad_linear else ["R"]
+    found += [f"split:{factor.name}" for factor in rule.factors if rule.splittable(factor.name)]
+    return found + [f"linear:{i}" for i in range(len(rule.linear_sets))]
+
+
+def split_factor(strategy: Strategy) -> str | None:
+    """The factor a strategy cuts, if it cuts one."""
+    return strategy.removeprefix("split:") if strategy.startswith("split:") else None
+
+
+def placements(rule: OpRule, strategy: Strategy) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """``(operand placements, result placements)`` along one axis; each is ``S``, ``R``, ``G`` or ``P``."""
+    num_operands, num_results = len(rule.operands), len(rule.results)
+    if strategy in ("R", "G"):
+        return (strategy,) * num_operands, (strategy,) * num_results
+    if strategy.startswith("linear:"):
+        linear_set = rule.linear_sets[int(strategy.removeprefix("linear:"))]
+        return tuple("P" if i in linear_set else "G" for i in range(num_operands)), ("P",) * num_results
+    factor = strategy.removeprefix("split:")
+    results = tuple("S" if has_factor(refs, factor) else "P" for refs in rule.results)
+    summed = "P" in results
+    operands = tuple(
+        "S" if has_factor(refs, factor) else "P" if summed and i in rule.additive else "G" for i, refs in enumerate(rule.operands)
+    )
+    form = rule.parallel.factors.get(factor) if rule.parallel else None
+    return (form and form.operands) or operands, (form and form.results) or results
+
+
+def has_factor(tensor: TensorRefs, factor: str) -> bool:
+    return any(ref.factor == factor for dim in tensor for ref in dim)
+
+
+def factor_axes(assignment: Assignment, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+    """The axes that cut each factor, major to minor; only factors that are cut."""
+    axes: dict[str, tuple[str, ...]] = {}
+    for axis in mesh.names:
+        factor = split_factor(assignment.get(axis, "R"))
+        if factor is not None:
+            axes[factor] = (*axes.get(factor, ()), axis)
+    return axes
+
+
+def layouts(rule: OpRule, assignment: Assignment, mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+    """The layout of every operand and every result under one strategy per axis."""
+    per_axis = {axis: placements(rule, assignment.get(axis, "R")) for axis in mesh.names}
+    operands = tuple(
+        _layout(rule, refs, assignment, {axis: p[0][i] for axis, p in per_axis.items()}) for i, refs in enumerate(rule.operands)
+    )
+    results = tuple(
+        _layout(rule, refs, assignment, {axis: p[1][i] for axis, p in per_axis.items()}) for i, refs in enumerate(rule.results)
+    )
+    return operands, results
+
+
+def _layout(rule: OpRule, tensor: TensorRefs, assignment: Assignment, placement: Mapping[str, str]) -> Layout:
+    cuts: dict[str, tuple[str, ...]] = {}
+    for axis, letter in placement.items():
+        if letter == "S":
+            factor = assignment[axis].removeprefix("split:")
+            cuts[factor] = (*cuts.get(factor, ()), axis)
+    dims = []
+    for refs in tensor:
+        atoms = []
+        for ref in refs:
+            segments = rule.factor(ref.factor).segments
+            atoms.append(Atom(segments if ref.segment is None else (segments[ref.segment],), cuts.get(ref.factor, ())))
+        dims.append(tuple(atoms) or (Atom((1,)),))
+    return Layout(
+        tuple(dims),
+        tuple(sorted(axis for axis, letter in placement.items() if letter == "P")),
+        tuple(sorted(axis for axis, letter in placement.items() if letter == "G")),
+    )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import TypeAlias
 
 import sympy
 
-Size = int | sympy.Expr
+Size: TypeAlias = int | sympy.Expr
 
 
 def symbol(name: str) -> sympy.Symbol:

@@ -1,0 +1,49 @@
+# Everything a contributor runs. Each target makes the virtual environment first when it is missing or out of date.
+#
+#   make demo      compile a small GPT for two ranks, train it, compare with one device (about a minute)
+#   make test      the checks (lint) and the default tests, under five minutes on two cores
+#   make test-all  the slow tests, the rest of what continuous integration runs
+#   make lint      ruff, mypy, import-linter
+#
+# PYTHON chooses the interpreter (3.11 or newer), JOBS the number of test processes.
+
+SHELL := /bin/bash
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+JOBS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist=worksteal
+
+# Many ranks share few cores: one thread each is fastest, and keeps sums in one order.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM = false
+export HF_HUB_OFFLINE = 1
+
+.PHONY: demo test test-all lint clean
+
+demo: $(READY)
+	@$(BIN)/python examples/demo.py
+
+test: lint
+	$(PYTEST) -m "not slow" --durations=10
+
+test-all: $(READY)
+	$(PYTEST) -m slow --durations=10
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "shardwright needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "Installing into $(VENV) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[test]'
+	@touch $@

@@ -1,0 +1,328 @@
+"""What a user asks of a compile: :class:`ComputeConfig` and the two choices that go beside it.
+
+Everything is checked when the object is made: a value that cannot be honoured, or a combination that would be ignored,
+is a :class:`ConfigError` in words. The rest of the program never checks a setting again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+from shardwright.runtime.errors import ConfigError, did_you_mean
+
+OUTPUT_MODES = ("whole", "sharded", "drop")
+"""What a rank gets of one output: all of it, its own piece, or nothing (and no collective is spent on it)."""
+
+ORIGINAL_OPTION_NAMES: Mapping[str, str] = {
+    "pipeline_nmicros": "num_microbatches",
+    "pipeline_nstages": "num_stages",
+    "pp_size": "num_stages",
+    "pipeline_scheduler": "schedule",
+    "pipeline_pivots": "stage_starts",
+    "recompute_modules": "recompute",
+    "mem_constraint": "memory_limit_gb",
+    "max_partition_degree": "max_split",
+    "load_plan_path": "load_plan",
+    "save_plan_path": "save_plan",
+}
+"""nnScaler's names of policy options that have another name here. ``update_freq``, ``use_bf16``, ``use_fp16`` kept theirs."""
+
+
+class ReuseType(Enum):
+    """What :func:`shardwright.parallelize` does with files it finds from an earlier call."""
+
+    MATCH = "match"  # use them if they are what this call would make, refuse if they are not, make them if absent
+    OVERRIDE = "override"  # make everything anew
+    MOO = "moo"  # match or override: use them if they are what this call would make, else make them anew
+    GRAPH = "graph"  # make plan and code anew; keep stored weights of a model that has not changed
+
+
+class BroadcastGenFilesStrategy(Enum):
+    """Which files go from the node that compiled to nodes that do not have them."""
+
+    NONE = "none"  # none: the directory is shared between nodes, or copied by the user
+    ALL = "all"  # every file
+    NO_WEIGHTS = "no_weights"  # every file but the initial weights: load with init_module_params=False there
+    CODE = "code"  # the programs of the ranks and what is needed to check them
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeConfig:
+    """How many ranks a module is compiled for, and how it is to run on them.
+
+    **Ranks.** ``plan_ngpus`` ranks form a unit and share one copy of the model; ``runtime_ngpus`` ranks run in all, a
+    multiple of it: the units are data-parallel copies. ``rank_order`` names the mesh axes of a unit major to minor,
+    ``"dp-tp"`` (the last varies fastest with the rank); ``None`` leaves it to the policy.
+
+    **Gradients.** Over the units they are summed, or averaged with ``grad_reduction="mean"``. ``use_async_reducer``
+    starts the reduction of a bucket while backward still runs; a bucket holds ``reducer_bucket_cap_mb`` MiB.
+    ``inference_only`` compiles no backward. ``use_zero`` (stage 1, or 2, 3), ``zero_ngroups`` and
+    ``zero_use_reduce_scatter`` split optimizer state over the units; ``distributed_optimizer`` is its full option table.
+
+    **Model.** ``use_end2end``: the first result of ``forward`` is the loss, and ``train_step`` runs it.
+    ``dynamic_dims`` names the input dims whose size may differ between calls: ``{"input_ids": {0: "batch", 1: "seq"}}``,
+    where equal names mean equal sizes, or just ``{"input_ids": [0, 1]}``. ``outputs``: ``"all"`` of them whole on every
+    rank, the ``"loss"`` alone (the first result, or the one called ``loss``), or per output path one of ``"whole"``,
+    ``"sharded"``, ``"drop"``; paths not named are whole. ``constant_folding`` computes while compiling what depends on
+    no input.
+
+    **Randomness.** ``rng="fast"`` draws where the data is; ``"plan_independent"`` draws the same dropout masks under
+    every plan. ``seed`` starts the generators.
+
+    ``pas_config`` goes to the policy, which checks its names. ``user_config`` is the user's own; it is part of what a
+    compile is recognised by. Both must be made of JSON values.
+    """
+
+    plan_ngpus: int
+    runtime_ngpus: int
+    use_zero: bool | int = False
+    zero_ngroups: int = 1
+    zero_use_reduce_scatter: bool = False
+    use_end2end: bool = False
+    use_async_reducer: bool = False
+    reducer_bucket_cap_mb: float | None = None
+    inference_only: bool = False
+    constant_folding: bool = False
+    pas_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    user_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    rank_order: str | None = None
+    outputs: str | Mapping[str, str] = field(default="all", hash=False)
+    dynamic_dims: Mapping[str, Mapping[int, str] | Iterable[int]] = field(default_factory=dict, hash=False)
+    grad_reduction: str = "sum"
+    rng: str = "fast"
+    seed: int = 0
+    distributed_optimizer: Mapping[str, Any] | None = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        for name in ("plan_ngpus", "runtime_ngpus", "zero_ngroups"):
+            _check_count(name, getattr(self, name), at_least=1)
+        _check_count("seed", self.seed, at_least=0)
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is True or False", why=f"it is {getattr(self, name)!r}")
+        _check_choice("grad_reduction", self.grad_reduction, ("sum", "mean"))
+        _check_choice("rng", self.rng, ("fast", "plan_independent"))
+        _check_ranks(self)
+        _check_bucket(self)
+        _check_zero(self)
+        _check_available(self)
+        _check_order(self.rank_order)
+        for name in ("pas_config", "user_config"):
+            object.__setattr__(self, name, _json_mapping(name, getattr(self, name)))
+        object.__setattr__(self, "outputs", _read_outputs(self.outputs))
+        object.__setattr__(self, "dynamic_dims", _read_dynamic_dims(self.dynamic_dims))
+
+    @classmethod
+    def of(cls, config: ComputeConfig | Mapping[str, Any]) -> ComputeConfig:
+        """The config itself, or one made of a mapping of its fields; an unknown field is a :class:`ConfigError`."""
+        if isinstance(config, ComputeConfig):
+            return config
+        if not isinstance(config, Mapping):
+            raise ConfigError(
+                "compute_config is a ComputeConfig, or a dict of its fields", why=f"it is a {type(config).__name__}"
+            )
+        known = tuple(f.name for f in fields(cls))
+        for name in config:
+            if name not in known:
+                raise ConfigError(f"ComputeConfig has no field {name!r}", hint=did_you_mean(str(name), known))
+        for name in ("plan_ngpus", "runtime_ngpus"):
+            if name not in config:
+                raise ConfigError(f"compute_config lacks {name}", hint=f"add {name!r}: the number of ranks")
+        return cls(**config)
+
+    @property
+    def num_units(self) -> int:
+        """The number of data-parallel copies of the unit."""
+        return self.runtime_ngpus // self.plan_ngpus
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields as JSON values, in one order."""
+        dims = {path: {str(dim): name for dim, name in dims.items()} for path, dims in self.dim_symbols().items()}
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"dynamic_dims": dims}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ComputeConfig:
+        """The reverse of :meth:`to_json`."""
+        dims = {path: {int(dim): name for dim, name in dims.items()} for path, dims in data.get("dynamic_dims", {}).items()}
+        return cls.of({**data, "dynamic_dims": dims})
+
+    def digest(self) -> str:
+        """The hex sha256 of the canonical JSON: equal for equal configs, in every process."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def dim_symbols(self) -> dict[str, dict[int, str]]:
+        """:attr:`dynamic_dims` as it was read: input path to dim to the name of its size."""
+        return {path: dict(dims) for path, dims in self.dynamic_dims.items() if isinstance(dims, Mapping)}
+
+
+_FLAGS = (
+    "zero_use_reduce_scatter",
+    "use_end2end",
+    "use_async_reducer",
+    "inference_only",
+    "constant_folding",
+)
+
+
+def _check_count(name: str, value: Any, *, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ConfigError(f"{name} is a whole number of at least {at_least}", why=f"it is {value!r}")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} cannot be {value!r}", hint=did_you_mean(str(value), choices))
+
+
+def _check_ranks(config: ComputeConfig) -> None:
+    plan, runtime = config.plan_ngpus, config.runtime_ngpus
+    if runtime % plan:
+        nearest = max(plan, runtime // plan * plan)
+        raise ConfigError(
+            "runtime_ngpus is not a multiple of plan_ngpus",
+            why=f"{runtime} ranks cannot be dealt into units of {plan}",
+            hint=f"runtime_ngpus={nearest} gives {nearest // plan} unit(s)",
+        )
+
+
+def _check_bucket(config: ComputeConfig) -> None:
+    cap = config.reducer_bucket_cap_mb
+    if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < math.inf):
+        raise ConfigError("reducer_bucket_cap_mb is a size in MiB above 0, or None", why=f"it is {cap!r}")
+    if config.inference_only:
+        for name in ("use_async_reducer", "reducer_bucket_cap_mb"):
+            if getattr(config, name):
+                raise ConfigError(
+                    f"{name} has no meaning with inference_only",
+                    why="without a backward there are no gradients to reduce",
+                    hint=f"leave out {name}, or inference_only",
+                )
+
+
+def _check_zero(config: ComputeConfig) -> None:
+    zero = config.use_zero
+    if not isinstance(zero, int) or zero not in (0, 1, 2, 3):
+        raise ConfigError("use_zero is False, True (stage 1), or a stage from 1 to 3", why=f"it is {zero!r}")
+    if not zero:
+        for name, default in (("zero_ngroups", 1), ("zero_use_reduce_scatter", False)):
+            if getattr(config, name) != default:
+                raise ConfigError(
+                    f"{name}={getattr(config, name)!r} has no meaning without use_zero",
+                    why="it says how ZeRO splits the optimizer state",
+                    hint=f"set use_zero=True, or leave out {name}",
+                )
+    elif config.inference_only:
+        raise ConfigError(
+            "use_zero has no meaning with inference_only",
+            why="ZeRO splits optimizer state, and there is none",
+            hint="leave out use_zero, or inference_only",
+        )
+    elif config.num_units % config.zero_ngroups:
+        raise ConfigError(
+            "zero_ngroups does not divide the number of units",
+            why=f"{config.runtime_ngpus} ranks in units of {config.plan_ngpus} are {config.num_units} unit(s), "
+            f"and they cannot be dealt into {config.zero_ngroups} groups",
+        )
+
+
+def _check_available(config: ComputeConfig) -> None:
+    missing = {
+        "use_zero": "splitting the optimizer state over the units",
+        "use_end2end": "end2end modules and pipelines",
+        "constant_folding": "computing parts of a model while compiling",
+    }
+    for name, feature in missing.items():
+        if getattr(config, name):
+            raise ConfigError(
+                f"{name}={getattr(config, name)!r} is not available yet",
+                why=f"this version has no support for {feature}",
+                hint=f"leave out {name}",
+            )
+    if config.distributed_optimizer is not None:
+        raise ConfigError(
+            "distributed_optimizer is not available yet",
+            why="this version has no support for splitting the optimizer state over the units",
+            hint="leave it out: build_optimizer works with any torch.optim optimizer",
+        )
+
+
+def _check_order(order: str | None) -> None:
+    if order is None:
+        return
+    names = order.split("-") if isinstance(order, str) else []
+    if not names or not all(name.isidentifier() for name in names) or len(set(names)) < len(names):
+        raise ConfigError(
+            "rank_order is the names of the mesh axes, major to minor, joined by '-'",
+            why=f"it is {order!r}",
+            hint="for example 'dp-tp': neighbouring ranks differ along tp",
+        )
+
+
+def _json_mapping(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} is a dict", why=f"it is {value!r}")
+    copy: dict[str, Any] = _json_value(name, value)
+    return copy
+
+
+def _json_value(path: str, value: Any) -> Any:
+    """A copy of ``value`` made of dicts, lists and JSON's scalars."""
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ConfigError(f"the keys of {path} are strings", why=f"{key!r} is a {type(key).__name__}")
+        return {key: _json_value(f"{path}[{key!r}]", item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_value(f"{path}[{index}]", item) for index, item in enumerate(value)]
+    if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    raise ConfigError(
+        f"{path} is not a JSON value",
+        why=f"it is {value!r}, a {type(value).__name__}; the config is stored beside the generated code",
+        hint="use numbers, strings, lists and dicts",
+    )
+
+
+def _read_outputs(outputs: Any) -> str | dict[str, str]:
+    if isinstance(outputs, Mapping):
+        for path, mode in outputs.items():
+            if not isinstance(path, str):
+                raise ConfigError("outputs maps output paths to what is wanted of them", why=f"{path!r} is not a string")
+            _check_choice(f"outputs[{path!r}]", mode, OUTPUT_MODES)
+        return dict(outputs)
+    if outputs not in ("all", "loss"):
+        raise ConfigError(
+            "outputs is 'all', 'loss', or a dict from output path to 'whole', 'sharded' or 'drop'", why=f"it is {outputs!r}"
+        )
+    return str(outputs)
+
+
+def _read_dynamic_dims(dynamic_dims: Any) -> dict[str, dict[int, str]]:
+    hint = "for example {'input_ids': {0: 'batch', 1: 'seq'}}, or {'input_ids': [0, 1]}"
+    if not isinstance(dynamic_dims, Mapping):
+        raise ConfigError("dynamic_dims maps inputs to their dims that may vary", why=f"it is {dynamic_dims!r}", hint=hint)
+    result: dict[str, dict[int, str]] = {}
+    for path, dims in dynamic_dims.items():
+        if not isinstance(path, str) or not path or isinstance(dims, str) or not isinstance(dims, Iterable):
+            raise ConfigError(
+                "dynamic_dims maps inputs to their dims that may vary", why=f"it has {path!r}: {dims!r}", hint=hint
+            )
+        stem = path.replace(".", "_")
+        named = dict(dims) if isinstance(dims, Mapping) else {dim: f"{stem}_{dim}" for dim in dims}
+        for dim, name in named.items():
+            if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
+                raise ConfigError(
+                    f"dynamic_dims[{path!r}]: dims are numbers from 0", why=f"{dim!r} is not one", hint=hint
+                )
+            if not isinstance(name, str) or not name.isidentifier():
+                raise ConfigError(
+                    f"dynamic_dims[{path!r}]: the name of a size is a Python identifier", why=f"{name!r} is not one", hint=hint
+                )
+        result[path] = dict(sorted(named.items()))
+    return dict(sorted(result.items()))

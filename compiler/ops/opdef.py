@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,7 @@ class Parameter:
     star: bool = False
 
 
+@functools.cache
 def parse_signature(text: str) -> tuple[Parameter, ...]:
     """Read ``"input, *shape"`` or ``"input, other, *, alpha=1"``; defaults are Python literals."""
     arguments = ast.parse(f"def f({text}): pass").body[0].args  # type: ignore[attr-defined]
@@ -56,7 +58,9 @@ class OpDef:
 
     ``name``: its canonical name. ``signature``: see :func:`parse_signature`. ``code``: how a call is written:
     ``"F.linear"`` a function, ``".view"`` a method of the first argument, ``"+"`` infix between two arguments (prefix if
-    there is one), ``"[]"`` indexing. ``rule`` makes its rule. ``renames``: other names of its parameters.
+    there is one; with keyword-only options the function ``torch.<name>`` is called instead), ``"[]"`` indexing;
+    ``"shardwright.runtime.ops.x.f"`` is imported and called by its last name. ``rule`` makes the rule. ``renames``: other
+    names of its parameters.
     """
 
     name: str
@@ -89,13 +93,33 @@ class OpDef:
             raise AnnotationError(f"arguments {extra} do not fit {self.name}({self.signature})")
         return tuple((key, named[key]) for key in known if key in named and not _is_default(named[key], known[key]))
 
-    def write(self, args: Mapping[str, str | tuple[str, ...]]) -> str:
-        """The call as Python source, from the source of each argument (a tuple of sources for a star parameter)."""
+    @property
+    def is_sign(self) -> bool:
+        """Whether calls are written with an operator sign, like ``+``."""
+        return self.code != "[]" and not self.code.strip(".").replace(".", "").replace("_", "").isalnum()
+
+    @property
+    def function_code(self) -> str:
+        """The function that means the same as the operator sign, with all its options."""
+        return f"torch.{self.name}"
+
+    def fits_sign(self, names: Collection[str]) -> bool:
+        """Whether a call with these arguments can be written with the sign: it has no options beside its operands."""
+        return not any(parameter.name in names for parameter in self.parameters if parameter.keyword_only)
+
+    def write(self, args: Mapping[str, str | tuple[str, ...]], by_keyword: Collection[str] = ()) -> str:
+        """The call as Python source, from the source of each argument (a tuple of sources for a star parameter).
+
+        ``by_keyword``: the parameters to name even where they could stand by position.
+        """
         if self.code == "[]":
             return f"{_atomic(args['input'])}[{args['index']}]"
-        if not self.code.strip(".").replace(".", "").replace("_", "").isalnum():
-            texts = [_atomic(text) for text in args.values()]
-            return f"{self.code}{texts[0]}" if len(texts) == 1 else f" {self.code} ".join(texts)
+        code = self.code
+        if self.is_sign:
+            if self.fits_sign(args):
+                texts = [_atomic(text) for text in args.values()]
+                return f"{self.code}{texts[0]}" if len(texts) == 1 else f" {self.code} ".join(texts)
+            code = self.function_code
         words: list[str] = []
         in_order = True  # no parameter was left out so far: the next one may be positional
         for parameter in self.parameters:
@@ -104,13 +128,14 @@ class OpDef:
                 in_order = False
             elif parameter.star:
                 words += list(text)
-            elif in_order and not parameter.keyword_only:
+            elif in_order and not parameter.keyword_only and parameter.name not in by_keyword:
                 words.append(str(text))
             else:
+                in_order = False
                 words.append(f"{parameter.name}={text}")
-        if self.code.startswith("."):
-            return f"{_atomic(words[0])}{self.code}({', '.join(words[1:])})"
-        return f"{self.code}({', '.join(words)})"
+        if code.startswith("."):
+            return f"{_atomic(words[0])}{code}({', '.join(words[1:])})"
+        return f"{code}({', '.join(words)})"
 
 
 def _is_default(value: Arg, default: Any) -> bool:

@@ -1,0 +1,178 @@
+"""Python source of operator calls: what the code generator writes, one expression per call.
+
+The text is what a person would write (``a + b``, ``x[:, None]``, ``torch.cat((a, b), dim=-1)``) and evaluates to exactly
+the call it stands for. Tensors that a signature allows by position stay positional; other optional arguments are
+written with their names.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+import sympy
+import torch
+
+from shardwright.compiler.ir.op import Arg, AxisRef, IROp, RankDevice, RankRng, WhenTraining, leaves
+from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.ops import registry
+from shardwright.compiler.ops.opdef import REQUIRED, OpDef
+from shardwright.runtime.errors import InternalError
+
+NameOf = Callable[[IRValue], str]
+"""The source of a value: a local variable, ``self.transformer.wte.weight``."""
+
+SizeText = Callable[[sympy.Expr], str]
+"""The source of a symbolic size."""
+
+_TORCH_LITERALS = torch.dtype | torch.memory_format | torch.layout
+_SHORT_MODULES = {"torch": "import torch", "F": "import torch.nn.functional as F", "math": "import math"}
+
+
+def call_source(op: IROp, name_of: NameOf, size_text: SizeText) -> str:
+    """The expression that makes the call's result (a tuple or list if it has several).
+
+    Raises :class:`InternalError` for an argument that has no source form.
+    """
+
+    def text(arg: Arg) -> str:
+        return argument_source(arg, name_of, size_text)
+
+    opdef = registry.get(op.target)
+    if opdef is None:
+        function = op.target
+        words = [text(arg) if name.isdigit() else f"{name}={text(arg)}" for name, arg in op.args]
+        if _is_runtime_function(function):  # the parallel form of a registered operator: arguments have its names
+            function = function.rpartition(".")[2]
+            words[0] = text(op.args[0][1])
+        return f"{function}({', '.join(words)})"
+    texts: dict[str, str | tuple[str, ...]] = {}
+    star = {parameter.name for parameter in opdef.parameters if parameter.star}
+    for name, arg in op.args:
+        if opdef.code == "[]" and name == "index":
+            texts[name] = index_source(arg, name_of, size_text)
+        else:
+            texts[name] = tuple(map(text, arg)) if name in star else text(arg)
+    optional = {parameter.name for parameter in opdef.parameters if parameter.default is not REQUIRED}
+    named = {name for name, arg in op.args if name in optional and not isinstance(arg, IRValue)}
+    if _is_runtime_function(opdef.code):
+        opdef = replace(opdef, code=opdef.code.rpartition(".")[2])
+    return opdef.write(texts, by_keyword=named)
+
+
+def argument_source(arg: Arg, name_of: NameOf, size_text: SizeText) -> str:
+    """The source of one argument. Raises :class:`InternalError` for an argument that has no source form."""
+
+    def text(arg: Arg) -> str:
+        return argument_source(arg, name_of, size_text)
+
+    match arg:
+        case IRValue():
+            return name_of(arg)
+        case sympy.Expr():
+            return size_text(arg)
+        case RankDevice():
+            return "self.device"
+        case RankRng():
+            return "self.rng"
+        case AxisRef():
+            return arg.name
+        case WhenTraining():
+            return f"{text(arg.train)} if self.training else {text(arg.eval)}"
+        case float() if not math.isfinite(arg):
+            return f'float("{arg}")'
+        case tuple():
+            return f"({', '.join(map(text, arg))}{',' if len(arg) == 1 else ''})"
+        case list():
+            return f"[{', '.join(map(text, arg))}]"
+        case slice():
+            return f"slice({text(arg.start)}, {text(arg.stop)}, {text(arg.step)})"
+        case Enum():
+            return f"{type(arg).__module__}.{type(arg).__qualname__}.{arg.name}"
+        case str():
+            return _quoted(arg)
+        case bool() | int() | float() | complex() | None:
+            return repr(arg)
+        case torch.device():
+            return f'torch.device("{arg}")'
+    if arg is Ellipsis:
+        return "..."
+    if isinstance(arg, _TORCH_LITERALS):
+        return str(arg)
+    raise InternalError(f"an argument of type {type(arg).__name__} has no source form", why=f"the argument is {arg!r}")
+
+
+def index_source(index: Arg, name_of: NameOf, size_text: SizeText) -> str:
+    """What stands between the brackets of ``x[...]``; ``index`` is a tuple with one item per dim, or one item.
+
+    A tuple within the tuple is a list of positions.
+    """
+
+    def text(item: Arg) -> str:
+        if isinstance(item, slice):
+            start, stop, step = ("" if bound is None else text(bound) for bound in (item.start, item.stop, item.step))
+            return f"{start}:{stop}:{step}" if step else f"{start}:{stop}"
+        if isinstance(item, tuple | list):
+            return f"[{', '.join(map(text, item))}]"
+        return argument_source(item, name_of, size_text)
+
+    items = index if isinstance(index, tuple) else (index,)
+    if not items:
+        return "()"
+    return ", ".join(map(text, items))
+
+
+def imports_of(op: IROp) -> set[str]:
+    """The import statements that the call's source needs."""
+    statements = set()
+    opdef = registry.get(op.target)
+    code = op.target if opdef is None else _code(opdef, op)
+    if _is_runtime_function(code):
+        module, _, function = code.rpartition(".")
+        statements.add(f"from {module} import {function}")
+    elif opdef is None:
+        statements.add(f"import {_module_of(code)}")
+    elif code[0].isalpha():
+        statements.add(_SHORT_MODULES[code.partition(".")[0]])
+    for arg in _literals(op):
+        if isinstance(arg, _TORCH_LITERALS | torch.device):
+            statements.add("import torch")
+        elif isinstance(arg, Enum):
+            statements.add(f"import {type(arg).__module__}")
+    return statements
+
+
+def _literals(op: IROp) -> Iterator[Any]:
+    return (leaf for _, arg in op.args for leaf in leaves(arg) if not isinstance(leaf, IRValue))
+
+
+def _code(opdef: OpDef, op: IROp) -> str:
+    """How this call is written: an operator sign has a function for calls with options."""
+    return opdef.code if not opdef.is_sign or opdef.fits_sign([name for name, _ in op.args]) else opdef.function_code
+
+
+def _is_runtime_function(code: str) -> bool:
+    return code.startswith("shardwright.runtime.")
+
+
+@functools.cache
+def _module_of(path: str) -> str:
+    """The longest part of an import path that is a module."""
+    parts = path.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        try:
+            importlib.import_module(".".join(parts[:length]))
+        except ImportError:
+            continue
+        return ".".join(parts[:length])
+    raise InternalError(f"{path} is not an import path")
+
+
+def _quoted(text: str) -> str:
+    """A string literal in double quotes where that needs no escapes."""
+    return f'"{text}"' if text.isprintable() and not set(text) & set('"\\') else repr(text)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardwright.compiler.ir.dims import ModelDims
 from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ir.size import Size
 from shardwright.compiler.ir.value import IRValue, ValueKind
@@ -67,6 +68,7 @@ class IRGraph:
     dynamic_dims: tuple[DynamicDim, ...] = ()
     eval_graph: IRGraph | None = None
     module_types: Mapping[str, str] = field(default_factory=dict)  # module path -> class name, for naming
+    dims: ModelDims | None = None  # filled by the dims pass
 
     @property
     def outputs(self) -> tuple[IRValue, ...]:

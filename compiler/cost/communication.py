@@ -1,0 +1,48 @@
+"""What communication costs, in elements each rank sends (ring-optimal), before any hardware is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import sympy
+
+from shardwright.compiler.ir.size import Size
+from shardwright.compiler.plan.conversion import AdapterStep
+from shardwright.runtime.layout import Layout, Mesh
+
+DYNAMIC_SIZE = 32
+"""What a dynamic size counts as in estimates."""
+
+
+def estimate(size: Size) -> float:
+    """A number for a size; symbols count as :data:`DYNAMIC_SIZE`."""
+    if isinstance(size, int):
+        return float(size)
+    return float(size.subs({symbol: DYNAMIC_SIZE for symbol in size.free_symbols if isinstance(symbol, sympy.Symbol)}))
+
+
+def local_elements(layout: Layout, mesh: Mesh) -> float:
+    """The elements a rank holds, on average."""
+    return math.prod(estimate(size) for size in layout.shape) / math.prod(mesh.axis_size(axis) for axis in layout.cut_axes)
+
+
+def step_elements(step: AdapterStep, mesh: Mesh) -> tuple[float, float]:
+    """``(forward, backward)`` elements each rank sends in one adapter step."""
+    num_ranks = mesh.axis_size(step.axis)
+    share = (num_ranks - 1) / num_ranks
+    before, after = local_elements(step.before, mesh), local_elements(step.after, mesh)
+    forward = {"all_gather": share * after, "reduce_scatter": share * before, "all_reduce": 2 * share * after, "all_to_all": share * before}
+    backward = {"all_gather": share * before, "reduce_scatter": share * after, "all_reduce": 2 * share * before}
+    backward_kind = {"reduce_scatter": "all_gather", "grad_all_reduce": "all_reduce"}.get(step.kind, step.backward)
+    back = share * before if step.kind == "all_to_all" else backward.get(backward_kind or "", 0.0)
+    return forward.get(step.kind, 0.0), back
+
+
+def steps_elements(steps: Iterable[AdapterStep], mesh: Mesh, *, differentiable: bool = True) -> float:
+    """Forward and backward elements of a whole conversion."""
+    total = 0.0
+    for step in steps:
+        forward, backward = step_elements(step, mesh)
+        total += forward + (backward if differentiable else 0.0)
+    return total

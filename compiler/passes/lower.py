@@ -1,0 +1,214 @@
+"""Lower a planned graph to the program of its ranks: local calls, and the adapters between them.
+
+Every value has the layout its producer gives it. Each use asks for the layout its operator's strategy needs. Uses that ask
+for the same layout share one adapter, so that their gradients are summed before the one backward collective; a layout that
+is cheaper to reach from an already adapted one (S -> G -> R) is reached from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from shardwright.compiler.cost.communication import local_elements, steps_elements
+from shardwright.compiler.ir.graph import IRGraph, Tree
+from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.ops.localise import localise
+from shardwright.compiler.ops.rule import OpRule
+from shardwright.compiler.ops.strategy import layouts
+from shardwright.compiler.plan.conversion import AdapterStep, canonical, convert
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Instruction, Program
+from shardwright.runtime.layout import Layout, Mesh
+
+
+
+
+def lower(graph: IRGraph, plan: Plan) -> Program:
+    """The program of ``graph`` under ``plan``; the plan has been checked against the graph."""
+    graph = drop_outputs(graph, plan)
+    lowering = _Lowering(graph, plan)
+    program = lowering.run()
+    if graph.eval_graph is None:
+        return program
+    stored = {d.value.fqn: d.layout for d in program.declarations if d.value.fqn}
+    return replace(program, eval_program=lower(graph.eval_graph, replace(plan, stored={**plan.stored, **stored})))
+
+
+def drop_outputs(graph: IRGraph, plan: Plan) -> IRGraph:
+    """Without the outputs the plan does not need, and without what only they needed."""
+    if not any(item is None for item in plan.outputs.values()):
+        return graph.live()
+
+    def prune(tree: Tree, path: str) -> Tree:
+        if tree.kind == "leaf":
+            return Tree("leaf", None) if path in plan.outputs and plan.outputs[path] is None else tree
+        return replace(tree, children=tuple((k, prune(child, f"{path}.{k}".lstrip("."))) for k, child in tree.children))
+
+    return replace(graph, output=prune(graph.output, "")).live()
+
+
+@dataclass
+class _Lowering:
+    graph: IRGraph
+    plan: Plan
+    body: list[Instruction] = field(default_factory=list)
+    produced: dict[str, Layout] = field(default_factory=dict)
+    versions: dict[str, list[tuple[Layout, IRValue]]] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.plan.mesh
+
+    def run(self) -> Program:
+        graph, plan = self.graph, self.plan
+        self.names = {value.name for value in graph.sources} | {r.name for op in graph.ops for r in op.results}
+        operand_layouts = {}
+        for op in graph.ops:
+            operand_layouts[op.name], results = layouts(_rule(op), plan.assignment(op.name), self.mesh)
+            for value, layout in zip(op.results, results, strict=True):
+                self.produced[value.name] = layout
+        wanted: dict[str, list[Layout]] = {}
+        for op in graph.ops:
+            for value, layout in zip(op.operands, operand_layouts[op.name], strict=True):
+                wanted.setdefault(value.name, []).append(layout)
+        declarations = self._place_sources(wanted)
+        self._wanted = {name: self._distinct(name, items) for name, items in wanted.items()}
+        for op in graph.ops:
+            operands = [self._adapted(v, target, op) for v, target in zip(op.operands, operand_layouts[op.name], strict=True)]
+            local = localise(_with_operands(op, operands), _rule(op), plan.assignment(op.name), self.mesh)
+            results = tuple(self.produced[value.name] for value in op.results)
+            self.body.append(Compute(local, op, plan.assignment(op.name), results))
+        output = self._output(graph.output, "")
+        updates = tuple(
+            (before, self._adapted(after, self.produced[before.name], None)) for before, after in graph.buffer_updates
+        )
+        inputs = {value.name: self.produced[value.name] for value in graph.inputs}
+        return Program(graph, plan, declarations, inputs, tuple(self.body), output, updates)
+
+    # ------------------------------------------------------------------------------------------------------- sources
+
+    def _place_sources(self, wanted: Mapping[str, list[Layout]]) -> tuple[Declaration, ...]:
+        """Decide how inputs, parameters, buffers and constants are held."""
+        updated = {op.operands[i].name: layouts(_rule(op), self.plan.assignment(op.name), self.mesh)[0][i] for op in self.graph.ops for i in _rule(op).updates}
+        declarations = []
+        for value in self.graph.inputs:
+            self.produced[value.name] = self.plan.inputs.get(value.name, Layout.whole(value.shape))
+        for value in (*self.graph.parameters, *self.graph.buffers, *(value for value, _ in self.graph.constants)):
+            stored = self.plan.stored.get(value.fqn or "")
+            if stored is None and value.kind is ValueKind.PARAMETER:
+                stored = self.best_storage(value, wanted.get(value.name, []))
+            layout = stored or updated.get(value.name) or Layout.whole(value.shape)
+            if not value.requires_grad:
+                layout = replace(layout, grad_partial=())
+            self.produced[value.name] = layout
+            declarations.append(Declaration(value, layout))
+        return tuple(declarations)
+
+    def best_storage(self, value: IRValue, uses: list[Layout]) -> Layout:
+        """The layout of a parameter that costs its uses the least; gradient reductions count, ties go to the smaller one."""
+        whole = Layout.whole(value.shape)
+        candidates = {str(layout): replace(layout, partial=()) for layout in [whole, *uses]}
+
+        def cost(layout: Layout) -> tuple[float, float, str]:
+            targets = {str(use): use for use in uses}.values()
+            moved = sum(steps_elements(convert(layout, t, self.mesh, differentiable=value.requires_grad), self.mesh) for t in targets)
+            elements = local_elements(layout, self.mesh)
+            reduced = sum(2 * elements * (1 - 1 / self.mesh.axis_size(a)) for a in layout.grad_partial) if value.requires_grad else 0.0
+            return moved + 0.99 * reduced, elements, str(layout)  # the reducer buckets what adapters would do one by one
+
+        return min(candidates.values(), key=cost)
+
+    # ------------------------------------------------------------------------------------------------------ adapters
+
+    def _distinct(self, name: str, layouts_: list[Layout]) -> list[Layout]:
+        return list({str(layout): layout for layout in layouts_}.values())
+
+    def _adapted(self, value: IRValue, target: Layout, op: IROp | None) -> IRValue:
+        """The value in the layout a use needs, made now if it is not there yet."""
+        differentiable = value.requires_grad
+        goal = canonical(target, self.mesh, differentiable=differentiable)
+        versions = self.versions.setdefault(
+            value.name, [(canonical(self.produced[value.name], self.mesh, differentiable=differentiable), value)]
+        )
+        for layout, existing in versions:
+            if layout == goal:
+                return existing
+        region = op.region if op else None
+        source, start, steps = self._cheapest(value, versions, goal)
+        for step in steps:
+            result = replace(value, name=self._fresh_name(value, step), kind=ValueKind.ACTIVATION, fqn=None)
+            self.body.append(Adapt(start, result, value, step, region, op.module_path if op else ""))
+            versions.append((step.after, result))
+            start = result
+        return start
+
+    def _cheapest(
+        self, value: IRValue, versions: list[tuple[Layout, IRValue]], goal: Layout
+    ) -> tuple[Layout, IRValue, tuple[AdapterStep, ...]]:
+        """The existing version from which the goal costs least. When another use will want the same copy as ``G``, the value is
+        gathered (or reduced) once as ``G`` and the ``R`` copy taken from it, so both gradients go home in one collective."""
+        best = None
+        for layout, existing in versions:
+            steps = convert(layout, goal, self.mesh, differentiable=value.requires_grad)
+            cost = steps_elements(steps, self.mesh, differentiable=value.requires_grad)
+            if best is None or cost < best[0]:
+                best = (cost, layout, existing, steps)
+        assert best is not None
+        _, layout, existing, steps = best
+        partner = self._grad_partial_partner(value, goal)
+        if partner is not None and all(version != partner for version, _ in versions):
+            via = convert(layout, partner, self.mesh) + convert(partner, goal, self.mesh)
+            direct = steps_elements(steps, self.mesh) + steps_elements(convert(layout, partner, self.mesh), self.mesh)
+            if steps_elements(via, self.mesh) < direct:
+                return layout, existing, via
+        return layout, existing, steps
+
+    def _grad_partial_partner(self, value: IRValue, goal: Layout) -> Layout | None:
+        """The layout like ``goal`` but with more G axes that some other use of the value wants."""
+        if not value.requires_grad:
+            return None
+        for other in self._wanted.get(value.name, []):
+            layout = canonical(other, self.mesh)
+            if layout.dims == goal.dims and layout.partial == goal.partial and set(layout.grad_partial) > set(goal.grad_partial):
+                return layout
+        return None
+
+    def _fresh_name(self, value: IRValue, step: AdapterStep) -> str:
+        words = {
+            "all_gather": "whole", "narrow": "shard", "reduce_scatter": "shard", "all_reduce": "sum", "grad_all_reduce": "in",
+            "keep_one": "once", "grad_keep_one": "out", "pad": "padded", "all_to_all": "swapped",
+        }  # fmt: skip
+        base = f"{value.name}_{step.axis}_{words[step.kind]}"
+        name, count = base, 1
+        while name in self.names:
+            count += 1
+            name = f"{base}_{count}"
+        self.names.add(name)
+        return name
+
+    # ------------------------------------------------------------------------------------------------------- outputs
+
+    def _output(self, tree: Tree, path: str) -> Tree:
+        if tree.kind == "leaf":
+            if not isinstance(tree.value, IRValue):
+                return tree
+            wish = self.plan.outputs.get(path, "whole")
+            if wish == "sharded":
+                return tree
+            target = wish if isinstance(wish, Layout) else Layout.whole(tree.value.shape)
+            return replace(tree, value=self._adapted(tree.value, target, None))
+        return replace(tree, children=tuple((k, self._output(child, f"{path}.{k}".lstrip("."))) for k, child in tree.children))
+
+
+def _rule(op: IROp) -> OpRule:
+    assert op.rule is not None, f"{op.name} has no rule"
+    return op.rule
+
+
+def _with_operands(op: IROp, operands: list[IRValue]) -> IROp:
+    """The call with its tensor arguments replaced, position by position."""
+    remaining = iter(operands)
+    return op.map_args(lambda leaf: next(remaining) if isinstance(leaf, IRValue) else leaf)

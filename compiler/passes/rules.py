@@ -1,0 +1,83 @@
+"""Give every operator its rule; make slices that tile a dim segments of it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ops import registry
+from shardwright.compiler.ops.annotation import instantiate
+from shardwright.compiler.ops.rule import Factor, FactorKind, FactorRef, OpRule
+from shardwright.compiler.ops.shapes import segmented_slice_rule, slice_of
+
+
+def attach_rules(graph: IRGraph) -> IRGraph:
+    """The same graph with ``rule`` set on every operator. Operators without one are replicated, with a warning."""
+    unknown: dict[str, IROp] = {}
+    ops = []
+    for op in graph.ops:
+        opdef = registry.get(op.target)
+        if opdef is None:
+            unknown.setdefault(op.target, op)
+            ops.append(replace(op, rule=opaque_rule(op)))
+        else:
+            ops.append(replace(op, rule=instantiate(opdef, op)))
+    for op in unknown.values():
+        warnings.warn(unknown_op_message(op), stacklevel=2)
+    return segment_slices(graph.with_ops(tuple(ops)))
+
+
+def opaque_rule(op: IROp) -> OpRule:
+    """Nothing may be split. An unknown function may not differentiate itself, so its gradients must be whole: R only."""
+    factors: list[Factor] = []
+
+    def refs(value_shape: tuple[object, ...]) -> tuple[tuple[FactorRef, ...], ...]:
+        dims = []
+        for size in value_shape:
+            factors.append(Factor(f"f{len(factors)}", (size,), FactorKind.FROZEN))  # type: ignore[arg-type]
+            dims.append((FactorRef(factors[-1].name),))
+        return tuple(dims)
+
+    operands = tuple(refs(value.shape) for value in op.operands)
+    results = tuple(refs(value.shape) for value in op.results)
+    return OpRule("", tuple(factors), operands, results, grad_linear=False, known=False)
+
+
+def unknown_op_message(op: IROp) -> str:
+    """The warning for an operator without a rule: where it is, what happens, and the stub to paste."""
+    letters = iter("abcdefghijklmnopqrstuvwxyz" * 4)
+    shapes = ", ".join(" ".join(f"{next(letters)}^" for _ in value.shape) or "1" for value in op.operands)
+    results = ", ".join(" ".join(f"{next(letters)}^" for _ in value.shape) or "1" for value in op.results)
+    function = op.target.rsplit(".", 1)[-1]
+    return (
+        f"no rule for operator {op.target}: it runs replicated on every rank\n"
+        f"  where: {op.source} ({op.module_path or 'top-level forward'})\n"
+        f"  why:   operand shapes {[tuple(v.shape) for v in op.operands]}, result shapes {[tuple(v.shape) for v in op.results]}\n"
+        f"  try:   tell which dims may be split (drop the ^ there, use one letter for equal dims):\n"
+        f'         shardwright.register_op("{shapes} -> {results}")({function})'
+    )
+
+
+def segment_slices(graph: IRGraph) -> IRGraph:
+    """Where the slices taken of a value tile one of its dims, that dim becomes a concatenation that can be split.
+
+    Rotary embeddings halve the head dim so; Phi-3 cuts its fused query, key and value heads so.
+    """
+    slices: dict[tuple[str, int], list[tuple[IROp, int, int]]] = {}
+    for op in graph.ops:
+        found = slice_of(op)
+        if found is not None:
+            dim, start, stop = found
+            slices.setdefault((op.operands[0].name, dim), []).append((op, start, stop))
+    rules: dict[str, OpRule] = {}
+    for (_, dim), taken in slices.items():
+        size = taken[0][0].operands[0].shape[dim]
+        bounds = sorted({(start, stop) for _, start, stop in taken})
+        tiles = bounds[0][0] == 0 and bounds[-1][1] == size and all(a[1] == b[0] for a, b in zip(bounds, bounds[1:], strict=False))
+        if tiles and len(bounds) > 1:
+            segments = tuple(stop - start for start, stop in bounds)
+            for op, start, stop in taken:
+                rules[op.name] = segmented_slice_rule(op, segments, bounds.index((start, stop)))
+    return graph.with_ops(tuple(replace(op, rule=rules.get(op.name, op.rule)) for op in graph.ops))

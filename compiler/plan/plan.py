@@ -1,0 +1,84 @@
+"""The plan: who computes what, as data.
+
+A plan names a mesh, one strategy per operator and mesh axis, and the stored layout of every parameter and buffer. Everything
+else (layouts of values, adapters, gradient reductions) follows from it. It is complete and consistent with one graph; stable
+names make it readable, diffable and editable by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwright.compiler.ops.strategy import Assignment
+from shardwright.runtime.layout import Layout, Mesh
+
+PLAN_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something a person may want to know of the plan: an operator that stayed replicated, and why."""
+
+    op: str
+    module_path: str
+    source: str
+    axis: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan for one graph.
+
+    ``strategies``: operator name to its assignment; operators and axes left out are ``R``. ``stored``: layout of parameters
+    and buffers by FQN; what is left out is chosen while lowering, so that its uses need the least communication.
+    ``inputs`` / ``outputs``: layouts by path where they are not whole; an output may be ``None``: not needed, dropped.
+    ``policy`` and ``notes`` say where the plan comes from.
+    """
+
+    mesh: Mesh
+    strategies: Mapping[str, Assignment] = field(default_factory=dict)
+    stored: Mapping[str, Layout] = field(default_factory=dict)
+    inputs: Mapping[str, Layout] = field(default_factory=dict)
+    outputs: Mapping[str, Layout | str | None] = field(default_factory=dict)
+    policy: str = "custom"
+    notes: tuple[Note, ...] = ()
+
+    def assignment(self, op: str) -> Assignment:
+        return self.strategies.get(op, {})
+
+    def to_json(self) -> dict[str, Any]:
+        def layout(item: Layout | str | None) -> Any:
+            return str(item) if isinstance(item, Layout) else item
+
+        return {
+            "format": PLAN_FORMAT,
+            "policy": self.policy,
+            "mesh": dict(self.mesh.axes),
+            "strategies": {op: dict(assignment) for op, assignment in self.strategies.items() if assignment},
+            "stored": {fqn: str(item) for fqn, item in self.stored.items()},
+            "inputs": {name: str(item) for name, item in self.inputs.items()},
+            "outputs": {path: layout(item) for path, item in self.outputs.items()},
+            "notes": [vars(note) for note in self.notes],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        def layout(item: str | None) -> Layout | str | None:
+            return Layout.parse(item) if isinstance(item, str) and item.startswith("[") else item
+
+        return cls(
+            Mesh(tuple(data["mesh"].items())),
+            data["strategies"],
+            {fqn: Layout.parse(text) for fqn, text in data["stored"].items()},
+            {name: Layout.parse(text) for name, text in data["inputs"].items()},
+            {path: layout(item) for path, item in data["outputs"].items()},
+            data["policy"],
+            tuple(Note(**note) for note in data["notes"]),
+        )
+
+    def dumps(self) -> str:
+        return json.dumps(self.to_json(), indent=1)

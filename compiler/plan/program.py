@@ -1,0 +1,71 @@
+"""The program of one stage: the operators and adapters its ranks execute, in order.
+
+One program serves all ranks of the stage: what differs between them are expressions over their axis groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwright.compiler.ir.graph import IRGraph, Tree
+from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.ops.strategy import Assignment
+from shardwright.compiler.plan.conversion import AdapterStep
+from shardwright.compiler.plan.plan import Plan
+from shardwright.runtime.layout import Layout
+
+
+@dataclass(frozen=True)
+class Compute:
+    """An operator on local tensors. ``op`` is the local call (its operands are the adapted values); ``original`` the op as
+    traced; ``layouts`` are those of its results."""
+
+    op: IROp
+    original: IROp
+    assignment: Assignment
+    layouts: tuple[Layout, ...]
+
+
+@dataclass(frozen=True)
+class Adapt:
+    """One adapter step: ``result`` is ``value`` (a piece of the same original value ``of``) in another layout."""
+
+    value: IRValue
+    result: IRValue
+    of: IRValue
+    step: AdapterStep
+    region: str | None = None
+    module_path: str = ""
+
+
+Instruction = Compute | Adapt
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """A parameter, buffer or constant as the rank holds it."""
+
+    value: IRValue
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Program:
+    """``body`` in order; ``output`` is the result structure over the program's values; ``input_layouts`` by value name."""
+
+    graph: IRGraph
+    plan: Plan
+    declarations: tuple[Declaration, ...]
+    input_layouts: dict[str, Layout]
+    body: tuple[Instruction, ...]
+    output: Tree
+    buffer_updates: tuple[tuple[IRValue, IRValue], ...] = ()
+    eval_program: Program | None = None
+
+    def adapters(self) -> list[Adapt]:
+        return [step for step in self.body if isinstance(step, Adapt)]
+
+    def layout_of(self, fqn: str) -> Layout:
+        """The stored layout of a parameter or buffer."""
+        return next(d.layout for d in self.declarations if d.value.fqn == fqn)

@@ -1,0 +1,113 @@
+"""What a policy is: a function that says where everything lives, with the options it takes from ``pas_config``."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, TypeVar
+
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.runtime.config import ORIGINAL_OPTION_NAMES, ComputeConfig
+from shardwright.runtime.errors import ConfigError, did_you_mean
+
+PolicyFunction = Callable[[IRGraph, ComputeConfig], Any]
+"""Takes the graph and the config; returns the graph with its plan applied, or the plan."""
+
+Options = TypeVar("Options")
+
+
+@dataclass(frozen=True, slots=True)
+class NoOptions:
+    """The options of a policy that takes none."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A policy under the name it is asked for.
+
+    ``options`` is the dataclass of what it reads from ``pas_config``; ``None``: the function reads ``pas_config`` itself.
+    ``built_in``: it belongs to shardwright, so that its name and the version say what it does. A user's own may change
+    between two calls, and is run again where a built-in one's stored plan would do.
+    """
+
+    name: str
+    apply: PolicyFunction
+    options: type[Any] | None = None
+    built_in: bool = False
+
+    def check(self, config: ComputeConfig) -> None:
+        """Raise a :class:`ConfigError` if ``pas_config`` is not what the policy takes."""
+        if self.options is not None:
+            read_options(self.options, config.pas_config, policy=self.name)
+
+
+def read_options(options: type[Options], pas_config: Mapping[str, Any], *, policy: str) -> Options:
+    """``pas_config`` as the options dataclass of a policy, the original's names included.
+
+    Raises :class:`ConfigError` for unknown names, values of another type, an option given under two names, and one left
+    out that has no default.
+    """
+    hints = typing.get_type_hints(options)
+    declared = {f.name: f for f in fields(options)}  # type: ignore[arg-type]
+    given: dict[str, Any] = {}
+    for written, value in pas_config.items():
+        name = written if written in declared else ORIGINAL_OPTION_NAMES.get(written, written)
+        if name not in declared:
+            known = (*declared, *(old for old, new in ORIGINAL_OPTION_NAMES.items() if new in declared))
+            hint = did_you_mean(written, known) if known else "leave pas_config empty"
+            raise ConfigError(f"policy {policy!r} has no option {written!r}", hint=hint)
+        if name in given:
+            raise ConfigError(
+                f"option {name!r} of policy {policy!r} is given twice",
+                why=f"{written!r} is another name of it",
+                hint=f"keep {name!r}",
+            )
+        if not _fits(value, hints[name]):
+            raise ConfigError(
+                f"option {written!r} of policy {policy!r} cannot be {value!r}", why=f"it takes {_words(hints[name])}"
+            )
+        given[name] = _frozen(value)
+    for name, declaration in declared.items():
+        if name not in given and declaration.default is MISSING and declaration.default_factory is MISSING:
+            raise ConfigError(f"policy {policy!r} needs option {name!r}", why=f"it takes {_words(hints[name])}")
+    return options(**given)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a JSON value is of the type: scalars, ``Literal``, unions, ``tuple[T, ...]`` and ``Mapping[str, T]``."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, argument) for argument in arguments)
+    if origin is typing.Literal:
+        return value in arguments and not isinstance(value, bool)
+    if origin is tuple:
+        return isinstance(value, list | tuple) and all(_fits(item, arguments[0]) for item in value)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return isinstance(value, Mapping) and all(_fits(item, arguments[1]) for item in value.values())
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return hint is Any or isinstance(value, hint)
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as the tuples that a frozen dataclass holds."""
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+
+
+def _words(hint: Any) -> str:
+    """The type as a user would say it."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_words(argument) for argument in arguments)
+    if origin is typing.Literal:
+        return "one of " + ", ".join(map(repr, arguments))
+    if origin is tuple:
+        return f"a list, each item {_words(arguments[0])}"
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return f"a dict, each value {_words(arguments[1])}"
+    names = {int: "a whole number", float: "a number", str: "a string", bool: "True or False", type(None): "None"}
+    return names.get(hint, str(hint))

@@ -1,0 +1,93 @@
+"""The policies by name: the built-in ones, and those a user registers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from shardwright.policies.policy import Policy, PolicyFunction
+from shardwright.runtime.errors import PlanError, did_you_mean
+
+BUILT_IN: Mapping[str, str] = {
+    "dp": "shardwright.policies.dp",
+    "tp": "shardwright.policies.tp",
+    "data": "shardwright.policies.data",
+}
+"""Name to the module whose ``POLICY`` it is; imported when asked for."""
+
+NOT_YET: Mapping[str, str] = {
+    "pp": "pipelines",
+    "hybrid": "pipelines",
+    "autodist": "searching for a plan",
+}
+"""Names that are taken, and what they wait for."""
+
+_registered: dict[str, Policy] = {}
+
+
+def register_policy(name: str, *, options: type[Any] | None = None) -> Callable[[PolicyFunction], PolicyFunction]:
+    """Give a policy function a name that ``parallelize`` and the command line accept::
+
+        @register_policy("mine", options=MyOptions)
+        def mine(graph: IRGraph, config: ComputeConfig) -> IRGraph: ...
+
+    ``options`` is a dataclass of what it takes from ``pas_config``, checked before the policy runs. Registering a name
+    again replaces it; a built-in name is a :class:`PlanError`.
+    """
+    if name in BUILT_IN or name in NOT_YET:
+        raise PlanError(f"{name!r} is the name of a built-in policy", hint="choose another name")
+
+    def register(function: PolicyFunction) -> PolicyFunction:
+        _check_callable(function)
+        _registered[name] = Policy(name, function, options)
+        return function
+
+    return register
+
+
+def policy_names() -> tuple[str, ...]:
+    """Every name that :func:`find_policy` accepts."""
+    return (*BUILT_IN, *_registered)
+
+
+def find_policy(policy: str | PolicyFunction) -> Policy:
+    """The policy of a name, or one made of a function. Raises :class:`PlanError`."""
+    if not isinstance(policy, str):
+        _check_callable(policy)
+        return Policy(_import_path(policy), policy)
+    if policy in _registered:
+        return _registered[policy]
+    if policy in BUILT_IN:
+        built_in: Policy = import_module(BUILT_IN[policy]).POLICY
+        return built_in
+    if policy in NOT_YET:
+        raise PlanError(
+            f"policy {policy!r} is not available yet",
+            why=f"this version has no support for {NOT_YET[policy]}",
+            hint=f"one of {', '.join(map(repr, sorted(policy_names())))}, or a function of your own",
+        )
+    raise PlanError(f"there is no policy {policy!r}", hint=did_you_mean(policy, policy_names()))
+
+
+def _import_path(function: PolicyFunction) -> str:
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _check_callable(policy: Any) -> None:
+    if not callable(policy):
+        raise PlanError(
+            "pas_policy is the name of a policy, or a function of the graph and the config",
+            why=f"it is {policy!r}",
+            hint=f"one of {', '.join(map(repr, sorted(policy_names())))}",
+        )
+    try:
+        inspect.signature(policy).bind(None, None)
+    except TypeError as error:
+        raise PlanError(
+            f"policy {_import_path(policy)} does not take a graph and a config",
+            why=f"its parameters are {inspect.signature(policy)}",
+            hint="def policy(graph: IRGraph, config: ComputeConfig) -> IRGraph",
+        ) from error

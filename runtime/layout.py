@@ -22,9 +22,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+from shardwright.runtime.errors import LoadError
 
 Size = Any
 """An ``int``, or while compiling a sympy expression over the names of dynamic input dims."""
@@ -221,11 +224,51 @@ class Layout:
         dims = tuple(tuple(Atom(tuple(a["segments"]), tuple(a["axes"])) for a in dim) for dim in data["dims"])
         return cls(dims, tuple(data["partial"]), tuple(data["grad_partial"]))
 
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Read what ``str`` writes, with numbers for sizes: ``"[50257/tp, 3 * 12/tp * 64, 32+8+8/tp * 96] G(dp)"``.
+
+        Raises :class:`LoadError` if it does not parse or an axis occurs twice.
+        """
+        match = re.fullmatch(r"\s*\[(.*)\]\s*(?:P\((.*?)\)\s*)?(?:G\((.*?)\)\s*)?", text)
+        marks = [] if match is None else [_parse_axes(group) for group in match.groups()[1:]]
+        dims = [] if match is None or not match[1].strip() else [_parse_dim(dim) for dim in match[1].split(",")]
+        if match is None or None in marks or None in dims:
+            raise LoadError(
+                f"the layout {text!r} does not parse",
+                hint="write the dims as in '[12/tp * 64, 128] P(dp)': sizes / the axes that cut",
+            )
+        partial, grad_partial = (mark or () for mark in marks)
+        layout = cls(tuple(dim for dim in dims if dim is not None), partial, grad_partial)
+        axes = [*layout.cut_axes, *partial, *grad_partial]
+        twice = sorted({axis for axis in axes if axes.count(axis) > 1})
+        if twice:
+            raise LoadError(f"the layout {text!r} uses the axis {twice[0]!r} twice")
+        return layout
+
     def __str__(self) -> str:
         dims = ", ".join(" * ".join(map(str, merge_atoms(dim))) for dim in self.dims)
         marks = [f"P({', '.join(self.partial)})"] if self.partial else []
         marks += [f"G({', '.join(self.grad_partial)})"] if self.grad_partial else []
         return " ".join([f"[{dims}]", *marks])
+
+
+_AXIS = r"[A-Za-z_]\w*"
+_ATOM = re.compile(rf"(\d+(?:\+\d+)*)((?:/{_AXIS})*)")
+
+
+def _parse_axes(text: str | None) -> tuple[str, ...] | None:
+    """The names in ``"dp, tp"``; ``None`` if they are not names."""
+    names = tuple(name.strip() for name in text.split(",")) if text else ()
+    return names if all(re.fullmatch(_AXIS, name) for name in names) else None
+
+
+def _parse_dim(text: str) -> Dim | None:
+    """The atoms of ``"3 * 12/tp * 64"``; ``None`` if they are not atoms."""
+    matches = [_ATOM.fullmatch(word.strip()) for word in text.split("*")]
+    if None in matches:
+        return None
+    return tuple(Atom(tuple(map(int, m[1].split("+"))), tuple(m[2].split("/")[1:])) for m in matches if m is not None)
 
 
 def _product(sizes: Iterator[Size]) -> Size:

@@ -1,0 +1,114 @@
+"""Counting communication: what each rank sent over each mesh axis, in numbers a person or a test can read.
+
+Counting is always on (it costs a dictionary update per collective). ``counters()`` gives the totals of the calling rank since
+it started; ``count_communication()`` those of a ``with`` block:
+
+    with count_communication() as volume:
+        module(x).backward()
+    print(volume)                                             # a table
+    assert volume.elements("all_reduce", axis="tp", phase="forward") == 2 * batch * seq * hidden
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["forward", "backward", "gradients", "setup"]
+"""When a collective ran: in the forward or backward pass of an operator or adapter, in the reduction of parameter gradients
+(and what optimizers do with them), or outside of training steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicationKey:
+    """What calls are added up under."""
+
+    phase: Phase
+    collective: str
+    axis: str
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicationVolume:
+    """The sum over the calls of one key, seen from one rank.
+
+    ``elements``: of the whole tensor a collective works on (what goes into an all-reduce or reduce-scatter, what comes out
+    of an all-gather, what one rank holds in an all-to-all, broadcast, send or receive). ``num_bytes``: the same in bytes.
+    ``received``: elements this rank must receive at least, that is with ring algorithms: ``2 (n-1)/n`` of an all-reduce, what
+    is not its own of an all-gather or all-to-all, ``n-1`` times its piece of a reduce-scatter.
+    """
+
+    calls: int = 0
+    elements: int = 0
+    num_bytes: int = 0
+    received: float = 0.0
+
+    def __add__(self, other: CommunicationVolume) -> CommunicationVolume:
+        return CommunicationVolume(
+            self.calls + other.calls,
+            self.elements + other.elements,
+            self.num_bytes + other.num_bytes,
+            self.received + other.received,
+        )
+
+
+class CommunicationCounters:
+    """Volumes by (phase, collective, axis), for one rank. Reads as a table with ``str``."""
+
+    def __init__(self) -> None:
+        self._volumes: dict[CommunicationKey, CommunicationVolume] = {}
+        self._listeners: list[CommunicationCounters] = []
+
+    def add(self, phase: Phase, collective: str, axis: str, elements: int, element_bytes: int, received: float) -> None:
+        """Count one call. Counters that listen (see :meth:`listen`) count it too."""
+        key = CommunicationKey(phase, collective, axis)
+        volume = CommunicationVolume(1, elements, elements * element_bytes, received)
+        self._volumes[key] = self._volumes.get(key, CommunicationVolume()) + volume
+        for listener in self._listeners:
+            listener.add(phase, collective, axis, elements, element_bytes, received)
+
+    def total(
+        self, collective: str | None = None, *, axis: str | None = None, phase: Phase | None = None
+    ) -> CommunicationVolume:
+        """The sum over all keys that match; ``None`` matches everything."""
+        wanted = (phase, collective, axis)
+        total = CommunicationVolume()
+        for key, volume in self._volumes.items():
+            if all(want in (None, have) for want, have in zip(wanted, (key.phase, key.collective, key.axis), strict=True)):
+                total += volume
+        return total
+
+    def calls(self, collective: str | None = None, *, axis: str | None = None, phase: Phase | None = None) -> int:
+        return self.total(collective, axis=axis, phase=phase).calls
+
+    def elements(self, collective: str | None = None, *, axis: str | None = None, phase: Phase | None = None) -> int:
+        return self.total(collective, axis=axis, phase=phase).elements
+
+    def items(self) -> list[tuple[CommunicationKey, CommunicationVolume]]:
+        """All keys with their volumes, sorted by key."""
+        return sorted(self._volumes.items(), key=lambda item: (item[0].phase, item[0].collective, item[0].axis))
+
+    def clear(self) -> None:
+        self._volumes.clear()
+
+    @contextmanager
+    def listen(self) -> Iterator[CommunicationCounters]:
+        """Counters that see only the calls made inside the ``with`` block; blocks may nest."""
+        listener = CommunicationCounters()
+        self._listeners.append(listener)
+        try:
+            yield listener
+        finally:
+            self._listeners.remove(listener)
+
+    def __str__(self) -> str:
+        rows = [("phase", "collective", "axis", "calls", "elements", "bytes")]
+        rows += [
+            (key.phase, key.collective, key.axis, str(volume.calls), f"{volume.elements:,}", f"{volume.num_bytes:,}")
+            for key, volume in self.items()
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        template = "  ".join(f"{{:{'<' if i < 3 else '>'}{width}}}" for i, width in enumerate(widths))
+        return "\n".join(template.format(*row) for row in rows)

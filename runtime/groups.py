@@ -1,0 +1,99 @@
+"""Groups by role: the mesh of one unit laid over the ranks of the world.
+
+A **unit** is ``mesh.size`` consecutive ranks that run one program; the world holds one or several units, which run copies of
+it on their own data. Rank ``r`` of the mesh in unit ``u`` is rank ``u * mesh.size + r`` of the world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardwright.runtime.communicator import Communicator
+from shardwright.runtime.errors import DistributedError
+from shardwright.runtime.layout import Mesh, piece
+from shardwright.runtime.world import World, current_world
+
+UNITS = "units"
+"""The name under which communication between units is counted."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AxisGroup:
+    """The ranks that differ from this one along one mesh axis only, and this rank's index among them."""
+
+    name: str
+    communicator: Communicator
+
+    @property
+    def size(self) -> int:
+        return self.communicator.size
+
+    @property
+    def index(self) -> int:
+        return self.communicator.index
+
+    def local_size(self, count: int) -> int:
+        """How many of ``count`` things are this rank's when the axis cuts them."""
+        return piece(count, self.size, self.index)[1]
+
+    def offset(self, count: int) -> int:
+        """Where this rank's piece of ``count`` things begins."""
+        return piece(count, self.size, self.index)[0]
+
+    def __repr__(self) -> str:
+        return f"{self.name}={self.index}/{self.size}"
+
+
+class RankMesh:
+    """The groups of one rank of a mesh. Making it is collective: all ranks of the world, in the same order.
+
+    ``coords``: this rank's index along each axis. ``rank``: its number within the unit. ``unit``, ``num_units``: which
+    unit it belongs to, of how many. ``units``: the ranks with the same coordinates in all units, as an :class:`AxisGroup`.
+
+    Raises :class:`DistributedError` if the ranks of the world do not divide into units.
+    """
+
+    def __init__(self, mesh: Mesh, world: World | None = None) -> None:
+        self.mesh = mesh
+        self.world = world if world is not None else current_world()
+        if self.world.size % mesh.size:
+            raise DistributedError(
+                f"{self.world.size} ranks cannot run a plan for {mesh.size}",
+                why=f"the mesh is {mesh}, and every unit of the plan needs all of it",
+                hint=f"start a multiple of {mesh.size} ranks, e.g. torchrun --nproc_per_node={mesh.size}",
+            )
+        self.num_units = self.world.size // mesh.size
+        self.unit, self.rank = divmod(self.world.rank, mesh.size)
+        self.coords = mesh.coords(self.rank)
+        self._groups: dict[tuple[tuple[str, ...], bool], Communicator] = {}
+        self._axes = {name: AxisGroup(name, self.group(name)) for name in mesh.names}
+        self.units = AxisGroup(UNITS, self.group((), across_units=True))
+
+    def axis(self, name: str) -> AxisGroup:
+        """The group along one axis; axes of size 1 have one too."""
+        return self._axes[name]
+
+    def group(self, axes: Iterable[str] | str, *, across_units: bool = False) -> Communicator:
+        """The ranks that differ along ``axes`` only (and by unit, with ``across_units``).
+
+        Collective at the first call with these axes: all ranks of the world, in the same order.
+        """
+        wanted = {axes} if isinstance(axes, str) else set(axes)
+        names = tuple(name for name in self.mesh.names if name in wanted)
+        assert len(names) == len(wanted), f"{sorted(wanted)} are not all axes of the mesh {self.mesh}"
+        key = (names, across_units)
+        if key not in self._groups:
+            starts = [unit * self.mesh.size for unit in range(self.num_units)]
+            inside = self.mesh.groups(names)
+            if across_units:
+                groups = [tuple(start + rank for start in starts for rank in ranks) for ranks in inside]
+            else:
+                groups = [tuple(start + rank for rank in ranks) for start in starts for ranks in inside]
+            label = "+".join([*names, *([UNITS] if across_units else [])])
+            self._groups[key] = self.world.partition(groups, label)
+        return self._groups[key]
+
+    def __repr__(self) -> str:
+        coords = ", ".join(f"{name}={index}" for name, index in self.coords.items())
+        return f"RankMesh({self.mesh}; {coords}; unit {self.unit} of {self.num_units})"

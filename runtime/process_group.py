@@ -1,0 +1,48 @@
+"""Communication between processes: a transport over a ``torch.distributed`` process group (gloo or NCCL)."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.runtime.communicator import ReduceOp, Work
+
+# torch 2.13 renamed these two: the old names warn there, the new ones are missing before.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class ProcessGroupTransport:
+    """See :class:`~shardwright.runtime.communicator.Transport`."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.process_group = process_group
+
+    def all_reduce_(self, x: Tensor, op: ReduceOp) -> None:
+        dist.all_reduce(x, _REDUCE_OPS[op], group=self.process_group)
+
+    def start_all_reduce_(self, x: Tensor, op: ReduceOp) -> Work:
+        return dist.all_reduce(x, _REDUCE_OPS[op], group=self.process_group, async_op=True)  # type: ignore[no-any-return]
+
+    def all_gather(self, x: Tensor, result: Tensor) -> None:
+        _all_gather_single(result.view(-1), x, group=self.process_group)
+
+    def reduce_scatter(self, x: Tensor, result: Tensor) -> None:
+        _reduce_scatter_single(result, x.view(-1), group=self.process_group)
+
+    def all_to_all(self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]) -> None:
+        dist.all_to_all_single(result, x, receive_sizes, send_sizes, group=self.process_group)
+
+    def broadcast_(self, x: Tensor, src_index: int) -> None:
+        dist.broadcast(x, group=self.process_group, group_src=src_index)
+
+    def send(self, x: Tensor, dst_index: int) -> None:
+        dist.send(x, group=self.process_group, group_dst=dst_index)
+
+    def receive_(self, x: Tensor, src_index: int) -> None:
+        dist.recv(x, group=self.process_group, group_src=src_index)
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.process_group)

@@ -1,0 +1,298 @@
+"""Many ranks in one process: each rank is a thread, collectives are meetings.
+
+``run_ranks(4, fn)`` runs ``fn(rank)`` on four threads, each with a :class:`ThreadWorld` as its current world. Sums are taken
+in the order of the ranks, so they are exact, repeatable and identical on all ranks. What would hang a cluster is an error
+here: a rank that raises, a rank that ends while others wait for it, ranks that wait for each other in different collectives,
+and members of a group that call different collectives or the same one with different shapes.
+
+CPU only: autograd runs a CPU backward in the thread that called it, so collectives in a backward meet like those in a
+forward; a CUDA device has one backward thread for all ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardwright.runtime.communicator import ReduceOp, Transport, Work
+from shardwright.runtime.errors import DistributedError
+from shardwright.runtime.world import World, use_world
+
+Result = TypeVar("Result")
+
+Combine = Callable[[list[Any]], Any]
+"""Makes what a collective yields from what the members gave, by index."""
+
+
+class _RankAbortedError(Exception):
+    """Ends a rank because another one failed; :func:`run_ranks` raises the other's exception."""
+
+
+@dataclass(eq=False)
+class _Meeting:
+    """One collective call of one group."""
+
+    what: str  # the collective, its group and its shapes: must be the same on all members
+    ranks: tuple[int, ...]
+    combine: Combine
+    given: dict[int, Any] = field(default_factory=dict)  # by index
+    outcome: Any = None
+    done: bool = False
+    num_left: int = 0
+
+    def missing(self) -> set[int]:
+        return {rank for index, rank in enumerate(self.ranks) if index not in self.given}
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """What a blocked rank waits for."""
+
+    what: str
+    ready: Callable[[], bool]
+    missing: Callable[[], set[int]]
+
+
+class Hub:
+    """Where the ranks of one :func:`run_ranks` meet. All its state is guarded by one lock."""
+
+    def __init__(self, num_ranks: int, timeout_s: float) -> None:
+        self.num_ranks = num_ranks
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
+        self._mail: dict[tuple[tuple[int, ...], int, int], deque[Tensor]] = {}
+        self._waiting: dict[int, _Waiting] = {}
+        self._ended: set[int] = set()
+        self.failure: tuple[int | None, BaseException] | None = None
+
+    def join(self, what: str, ranks: tuple[int, ...], index: int, number: int, given: Any, combine: Combine) -> _Meeting:
+        """Give the part of member ``index`` to the group's call ``number``; the last one to join computes the outcome."""
+        with self._changed:
+            self._raise_if_aborted()
+            meeting = self._meetings.setdefault((ranks, number), _Meeting(what, ranks, combine))
+            if meeting.what != what:
+                others = sorted(meeting.ranks[i] for i in meeting.given)
+                raise DistributedError(
+                    f"the ranks {list(ranks)} disagree about their collective call {number}",
+                    why=f"rank {ranks[index]} calls {what}, but {_ranks(others)} called {meeting.what}",
+                )
+            meeting.given[index] = given
+            if len(meeting.given) == len(ranks):
+                meeting.outcome = combine([meeting.given[i] for i in range(len(ranks))])
+                meeting.done, meeting.num_left = True, len(ranks)
+                self._changed.notify_all()
+            return meeting
+
+    def outcome(self, meeting: _Meeting, index: int, number: int) -> Any:
+        """Wait for the outcome of a meeting. It is shared by all members: copy it."""
+        with self._changed:
+            self._wait(meeting.ranks[index], _Waiting(meeting.what, lambda: meeting.done, meeting.missing))
+            meeting.num_left -= 1
+            if meeting.num_left == 0:
+                del self._meetings[meeting.ranks, number]
+            return meeting.outcome
+
+    def post(self, ranks: tuple[int, ...], src_index: int, dst_index: int, x: Tensor) -> None:
+        """Put a tensor into the mailbox of member ``dst_index``."""
+        with self._changed:
+            self._raise_if_aborted()
+            self._mail.setdefault((ranks, src_index, dst_index), deque()).append(x)
+            self._changed.notify_all()
+
+    def fetch(self, what: str, ranks: tuple[int, ...], src_index: int, dst_index: int) -> Tensor:
+        """Wait for the next tensor that ``src_index`` posted to ``dst_index``."""
+        with self._changed:
+            box = self._mail.setdefault((ranks, src_index, dst_index), deque())
+            self._wait(ranks[dst_index], _Waiting(what, lambda: bool(box), lambda: {ranks[src_index]}))
+            return box.popleft()
+
+    def end(self, rank: int) -> None:
+        """``rank`` has returned and joins no further call."""
+        with self._changed:
+            self._ended.add(rank)
+            self._find_stuck()
+
+    def abort(self, rank: int | None, error: BaseException) -> None:
+        """Wake all ranks and end them. Only the first call counts; ``rank`` is ``None`` where no single one is to blame."""
+        with self._changed:
+            if self.failure is None:
+                self.failure = (rank, error)
+            self._changed.notify_all()
+
+    def _raise_if_aborted(self) -> None:
+        if self.failure is not None:
+            raise _RankAbortedError
+
+    def _wait(self, rank: int, waiting: _Waiting) -> None:
+        self._waiting[rank] = waiting
+        try:
+            while not waiting.ready():
+                self._raise_if_aborted()
+                self._find_stuck()
+                if self.failure is None and not self._changed.wait(self._timeout_s):
+                    late = f"ranks have waited {self._timeout_s:g} s in a collective"
+                    self.abort(None, DistributedError(late, why=self._who_waits()))
+        finally:
+            del self._waiting[rank]
+
+    def _find_stuck(self) -> None:
+        """Abort if some rank waits for one that has ended, or all wait for each other."""
+        blocked = {rank: waiting for rank, waiting in self._waiting.items() if not waiting.ready()}
+        gone = sorted(set().union(*(waiting.missing() for waiting in blocked.values())) & self._ended)
+        if gone:
+            self.abort(None, DistributedError(f"{_ranks(gone)} ended while others wait for it", why=self._who_waits()))
+        elif len(blocked) + len(self._ended) == self.num_ranks and blocked:
+            self.abort(None, DistributedError("the ranks wait for each other", why=self._who_waits()))
+
+    def _who_waits(self) -> str:
+        lines = []
+        for rank, waiting in sorted(self._waiting.items()):
+            if not waiting.ready():
+                lines.append(f"rank {rank} waits in {waiting.what} for {_ranks(sorted(waiting.missing()))}")
+        return "; ".join(lines)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+class ThreadTransport:
+    """See :class:`~shardwright.runtime.communicator.Transport`. One per group and rank, as it numbers the group's calls."""
+
+    def __init__(self, hub: Hub, ranks: tuple[int, ...], rank: int) -> None:
+        self._hub = hub
+        self._ranks = ranks
+        self._index = ranks.index(rank)
+        self._num_calls = 0
+
+    def all_reduce_(self, x: Tensor, op: ReduceOp) -> None:
+        self.start_all_reduce_(x, op).wait()
+
+    def start_all_reduce_(self, x: Tensor, op: ReduceOp) -> Work:
+        number, meeting = self._join(f"all_reduce({op}, {_describe(x)})", x, lambda given: _reduce(given, op))
+        return _ThreadWork(self._hub, meeting, self._index, number, x)
+
+    def all_gather(self, x: Tensor, result: Tensor) -> None:
+        result.copy_(self._meet(f"all_gather({_describe(x)})", x, torch.stack))
+
+    def reduce_scatter(self, x: Tensor, result: Tensor) -> None:
+        result.copy_(self._meet(f"reduce_scatter({_describe(x)})", x, lambda given: _reduce(given, "sum"))[self._index])
+
+    def all_to_all(self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]) -> None:
+        # The senders' tensors may change once they go on, so the outcome holds copies.
+        given = [chunk.clone() for chunk in torch.split(x, send_sizes)]
+        table = self._meet(f"all_to_all({x.dtype})", given, list)
+        for size, target, row in zip(receive_sizes, torch.split(result, receive_sizes), table, strict=True):
+            chunk = row[self._index]
+            assert chunk.numel() == size, f"{chunk.numel()} elements came in where {size} were expected"
+            target.copy_(chunk)
+
+    def broadcast_(self, x: Tensor, src_index: int) -> None:
+        x.copy_(self._meet(f"broadcast({_describe(x)}, from index {src_index})", x, lambda given: given[src_index].clone()))
+
+    def send(self, x: Tensor, dst_index: int) -> None:
+        self._hub.post(self._ranks, self._index, dst_index, x.clone())
+
+    def receive_(self, x: Tensor, src_index: int) -> None:
+        received = self._hub.fetch(f"receive({_describe(x)})", self._ranks, src_index, self._index)
+        assert received.shape == x.shape and received.dtype == x.dtype, (
+            f"rank {self._ranks[src_index]} sent {_describe(received)}, rank {self._ranks[self._index]} expects {_describe(x)}"
+        )
+        x.copy_(received)
+
+    def barrier(self) -> None:
+        self._meet("barrier()", None, lambda given: None)
+
+    def _join(self, what: str, given: Any, combine: Combine) -> tuple[int, _Meeting]:
+        number = self._num_calls
+        self._num_calls += 1
+        what = f"{what} of {_ranks(self._ranks)}"
+        return number, self._hub.join(what, self._ranks, self._index, number, given, combine)
+
+    def _meet(self, what: str, given: Any, combine: Combine) -> Any:
+        number, meeting = self._join(what, given, combine)
+        return self._hub.outcome(meeting, self._index, number)
+
+
+class _ThreadWork:
+    """An all-reduce under way: joined, not yet waited for."""
+
+    def __init__(self, hub: Hub, meeting: _Meeting, index: int, number: int, x: Tensor) -> None:
+        self._hub, self._meeting, self._index, self._number, self._x = hub, meeting, index, number, x
+
+    def wait(self) -> None:
+        self._x.copy_(self._hub.outcome(self._meeting, self._index, self._number))
+
+
+def _reduce(given: list[Tensor], op: ReduceOp) -> Tensor:
+    """Combine in the order of the members, so that every rank, and every run, gets the same bits."""
+    result = given[0].clone()
+    for x in given[1:]:
+        if op == "sum":
+            result += x
+        else:
+            result = torch.maximum(result, x) if op == "max" else torch.minimum(result, x)
+    return result
+
+
+def _describe(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+
+
+class ThreadWorld(World):
+    """The threads of one :func:`run_ranks`, seen from one."""
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        super().__init__(rank, hub.num_ranks, torch.device("cpu"))
+        self._hub = hub
+
+    def _make_transport(self, ranks: tuple[int, ...]) -> Transport | None:
+        return ThreadTransport(self._hub, ranks, self.rank) if self.rank in ranks else None
+
+
+def run_ranks(num_ranks: int, fn: Callable[..., Result], *args: Any, timeout_s: float = 300.0) -> list[Result]:
+    """Run ``fn(rank, *args)`` on one thread per rank and return the results by rank.
+
+    The first exception of a rank ends all others at their next collective and is raised here, with a note that names the
+    rank. ``timeout_s`` bounds how long a rank waits in one collective.
+
+    Raises :class:`DistributedError` where the ranks' collectives do not fit together.
+    """
+    hub = Hub(num_ranks, timeout_s)
+    results: list[Any] = [None] * num_ranks
+
+    def run(rank: int) -> None:
+        try:
+            with use_world(ThreadWorld(hub, rank)):
+                results[rank] = fn(rank, *args)
+        except _RankAbortedError:
+            pass
+        except BaseException as error:
+            hub.abort(rank, error)
+        finally:
+            hub.end(rank)
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            while thread.is_alive() and hub.failure is None:
+                thread.join(0.05)
+    except BaseException as error:  # Ctrl-C in the calling thread
+        hub.abort(None, error)
+    if hub.failure is not None:
+        for thread in threads:
+            thread.join(5.0)  # a rank that never reaches a collective is left behind: daemon threads do not keep a process up
+        failed_rank, failure = hub.failure
+        if failed_rank is not None:
+            failure.add_note(f"raised on rank {failed_rank} of {num_ranks}")
+        raise failure
+    return results

@@ -1,0 +1,49 @@
+"""What the spawned processes of tests/runtime run: see ``spawn.run_processes``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwright.runtime.groups import RankMesh
+from shardwright.runtime.layout import Mesh
+from shardwright.runtime.world import count_communication, current_world
+
+
+def collectives() -> dict[str, Any]:
+    """Every collective of a communicator once, on 4 ranks as dp=2 x tp=2, with uneven and empty pieces."""
+    world = current_world()
+    mesh = RankMesh(Mesh((("dp", 2), ("tp", 2))))
+    everyone, tp = world.everyone, mesh.axis("tp").communicator
+    x = torch.arange(6.0).view(2, 3) + 10 * world.rank
+    results: dict[str, Any] = {}
+    with count_communication() as volume:
+        for op in ("sum", "avg", "max", "min"):
+            results[op] = everyone.all_reduce(x, op)
+        async_sum = x.clone()
+        work = tp.all_reduce_async(async_sum)
+        work.wait()
+        results["async"] = async_sum
+        results["gather"] = everyone.all_gather_cat(x, 0)
+        results["gather_dim_1"] = everyone.all_gather_cat(x, 1)
+        sizes = [2, 0, 1, 3]
+        results["gather_uneven"] = everyone.all_gather_cat(x[:, :1].expand(2, sizes[world.rank]), 1, sizes)
+        whole = torch.arange(24.0).view(4, 6) * (world.rank + 1)
+        results["reduce_scatter"] = everyone.reduce_scatter(whole)
+        results["reduce_scatter_uneven"] = everyone.reduce_scatter(whole, 1, sizes)
+        pieces = [torch.full((i + world.rank, 2), 10.0 * world.rank + i) for i in range(4)]
+        results["all_to_all"] = everyone.all_to_all(pieces, [(world.rank + i, 2) for i in range(4)])
+        results["broadcast"] = everyone.broadcast(x, 2)
+        if world.rank == 0:
+            everyone.send(x, 3)
+        if world.rank == 3:
+            results["received"] = everyone.receive((2, 3), x.dtype, 0)
+        results["bfloat16"] = everyone.all_reduce(x.bfloat16())
+        results["bool"] = everyone.all_gather_cat(torch.tensor([world.rank % 2 == 0]))
+        results["object"] = world.broadcast_object({"text": "é", "rank": world.rank}, 1)
+        results["objects"] = world.all_gather_object(["r"] * world.rank)
+        world.barrier()
+    results["volume"] = str(volume)
+    results["units"] = (mesh.num_units, mesh.group(("tp",), across_units=True).ranks, repr(mesh))
+    return results

@@ -1,0 +1,40 @@
+"""Real processes with gloo, for the few tests that need them; most run their ranks as threads."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+
+def run_processes(num_ranks: int, target: str, *args: Any) -> list[Any]:
+    """Run ``module:function(*args)`` in one process per rank, with torch.distributed initialised; return what each returned.
+
+    ``target`` must be importable in a new process: a function of a module in ``tests/_lib`` or of an installed package.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_run, (num_ranks, target, args, folder), nprocs=num_ranks, join=True)
+        return [torch.load(Path(folder) / f"result{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+
+
+def _run(rank: int, num_ranks: int, target: str, args: tuple[Any, ...], folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    try:
+        module, function = target.split(":")
+        result = getattr(importlib.import_module(module), function)(*args)
+        torch.save(result, Path(folder) / f"result{rank}.pt")
+        dist.barrier()
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        dist.destroy_process_group()

@@ -21,9 +21,10 @@ def localise(op: IROp, rule: OpRule, assignment: Assignment, mesh: Mesh) -> IROp
         op = op.with_args(**rule.localise(op, rule, local))
     if rule.parallel is not None and (rule.random or any(factor in axes for factor in rule.parallel.factors)):
         form = rule.parallel
-        keywords = {
-            keyword: tuple(AxisRef(axis) for axis in axes.get(factor, ())) for factor, keyword in form.keywords.items() if factor in axes
-        }
+        keywords: dict[str, tuple[AxisRef, ...]] = {}
+        for factor, keyword in form.keywords.items():
+            if factor in axes:
+                keywords[keyword] = keywords.get(keyword, ()) + tuple(AxisRef(axis) for axis in axes[factor])
         extra = form.local_args(op, local) if form.local_args else {}
         op = op.with_args(**{**extra, **keywords}).retarget(form.target)
     return op

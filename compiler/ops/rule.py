@@ -68,18 +68,22 @@ class ParallelFactor:
 
     ``operands`` and ``results`` override the placement (``'S'``, ``'R'``, ``'G'``, ``'P'``) that the general law would give;
     ``S`` is where the factor occurs. ``None`` in ``results`` or ``operands`` as a whole: the general law holds.
+    ``anywhere``: it does not matter where in the factor the pieces lie (the form of a mean only counts), so that all pieces
+    of a refined factor keep the form, not just the outermost.
     """
 
     operands: tuple[str, ...] | None = None
     results: tuple[str, ...] | None = None
+    anywhere: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelForm:
     """A runtime function that computes the operator when some of ``factors`` are split.
 
-    ``target`` is a function of ``shardwright.runtime.ops``; it takes the operator's arguments and, for each factor named
-    here, a keyword ``<keyword>=`` with the tuple of axis groups (major to minor) that split it (``()`` if unsplit).
+    ``target`` is a function of ``shardwright.runtime.ops``; it takes the operator's arguments and, for each factor in
+    ``keywords``, a keyword ``<keyword>=`` with the tuple of axis groups (major to minor) that split it (left out if unsplit;
+    factors that share a keyword add up).
     ``local_args`` gives further keyword arguments (global sizes, offsets). A factor of kind FROZEN may be split if it is
     named here; a factor without communication needs (a mean's) may be named only to change the target.
     """

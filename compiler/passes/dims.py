@@ -207,29 +207,34 @@ def piece_names(factor: Factor, pieces: list[Node]) -> list[str]:
 def refine(rule: OpRule, pieces: dict[str, list[Node]]) -> OpRule:
     """The rule with every factor replaced by the product of its pieces (and given their segments).
 
-    Of a factor that only the parallel form can split, the outermost piece keeps the form; inner pieces are frozen, as they
-    would cut it into interleaved parts.
+    Of a factor of the parallel form, only the outermost piece keeps the form, and only if it has one segment; the others are
+    frozen, as a rank would hold scattered parts of the factor, unless the form takes pieces from ``anywhere``.
     """
     factors: list[Factor] = []
     renamed: dict[str, list[str]] = {}
     form = rule.parallel
+    in_form: dict[str, list[str]] = {}  # the pieces that keep the form
     for factor in rule.factors:
         nodes = pieces[factor.name]
         names = piece_names(factor, nodes)
         renamed[factor.name] = names
+        entry = form.factors.get(factor.name) if form else None
         if not nodes:
             factors.append(factor)
             continue
         for position, (name, node) in enumerate(zip(names, nodes, strict=True)):
             segments = tuple(part.size for part in node.parts) or (node.size,)
-            inner_of_form = form is not None and factor.name in form.factors and position > 0
-            factors.append(Factor(name, segments, FactorKind.FROZEN if inner_of_form else factor.kind))
+            contiguous = position == 0 and len(segments) == 1
+            if entry is not None and (entry.anywhere or contiguous):
+                in_form.setdefault(factor.name, []).append(name)
+            frozen = entry is not None and not entry.anywhere and not contiguous
+            factors.append(Factor(name, segments, FactorKind.FROZEN if frozen else factor.kind))
     return replace(
         rule,
         factors=tuple(factors),
         operands=tuple(_rename(tensor, renamed, rule) for tensor in rule.operands),
         results=tuple(_rename(tensor, renamed, rule) for tensor in rule.results),
-        parallel=form and _rename_form(form, renamed),
+        parallel=form and _rename_form(form, in_form),
     )
 
 
@@ -242,9 +247,9 @@ def _rename(tensor: TensorRefs, renamed: dict[str, list[str]], rule: OpRule) -> 
     return tuple(tuple(new for ref in dim for new in refs(ref)) for dim in tensor)
 
 
-def _rename_form(form: ParallelForm, renamed: dict[str, list[str]]) -> ParallelForm:
+def _rename_form(form: ParallelForm, pieces: dict[str, list[str]]) -> ParallelForm:
     return replace(
         form,
-        factors={renamed.get(factor, [factor])[0]: entry for factor, entry in form.factors.items()},
-        keywords={renamed.get(factor, [factor])[0]: keyword for factor, keyword in form.keywords.items()},
+        factors={name: entry for factor, entry in form.factors.items() for name in pieces.get(factor, [])},
+        keywords={name: keyword for factor, keyword in form.keywords.items() for name in pieces.get(factor, [])},
     )

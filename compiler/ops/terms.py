@@ -1,0 +1,113 @@
+"""What the makers of annotations share: terms for given shapes, and parallel forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+from shardwright.compiler.ir.op import Arg, IROp, RankRng, WhenTraining
+from shardwright.compiler.ir.size import Size, is_static, product
+from shardwright.compiler.ops import registry
+from shardwright.compiler.ops.rule import DimRefs, LocalSizes, ParallelFactor, ParallelForm, TensorRefs
+from shardwright.runtime.errors import InternalError
+from shardwright.runtime.layout import Atom, Layout
+
+RUNTIME = "shardwright.runtime.ops"
+
+
+# ------------------------------------------------------------------------------------------------ terms
+
+
+def names(count: int, prefix: str, mark: str = "") -> list[str]:
+    """``["b0^", "b1^"]``."""
+    return [f"{prefix}{i}{mark}" for i in range(count)]
+
+
+def annotation(operands: Iterable[Sequence[str]], results: Iterable[Sequence[str]]) -> str:
+    """The annotation whose terms are given as lists of dims."""
+    return f"{', '.join(map(' '.join, operands))} -> {', '.join(map(' '.join, results))}"
+
+
+def broadcast(shapes: Sequence[Sequence[Size]], prefix: str = "b", mark: str = "") -> tuple[list[list[str]], list[str]]:
+    """The terms of shapes that are broadcast against each other, and that of their result."""
+    ndim = max((len(shape) for shape in shapes), default=0)
+    whole: list[Size] = [1] * ndim
+    for shape in shapes:
+        for dim, size in enumerate(shape, start=ndim - len(shape)):
+            whole[dim] = size if whole[dim] == 1 else whole[dim]
+    result = [f"{prefix}{dim}{mark}" if size != 1 else "1" for dim, size in enumerate(whole)]
+    terms = [
+        ["1" if size == 1 else result[dim] for dim, size in enumerate(shape, start=ndim - len(shape))] for shape in shapes
+    ]
+    return terms, result
+
+
+def unmarked(term: Iterable[str]) -> list[str]:
+    """The dims of a term without their marks."""
+    return [dim.rstrip("+^") for dim in term]
+
+
+# ------------------------------------------------------------------------------------------------ arguments
+
+
+def operand_index(op: IROp, name: str) -> int | None:
+    """The position of the operand bound to a parameter, if that is a tensor."""
+    return op.operand_names.index(name) if name in op.operand_names else None
+
+
+def indices(op: IROp, *parameters: str) -> tuple[int, ...]:
+    """The positions of the operands bound to these parameters, those that are there."""
+    return tuple(index for name in parameters if (index := operand_index(op, name)) is not None)
+
+
+def may_be(arg: Arg, test: Callable[[Any], bool]) -> bool:
+    """Whether ``test`` holds for an argument, in training or in evaluation."""
+    return test(arg.train) or test(arg.eval) if isinstance(arg, WhenTraining) else test(arg)
+
+
+# ------------------------------------------------------------------------------------------------ parallel forms
+
+
+def define_form(name: str, signature: str) -> str:
+    """Register a function of ``shardwright.runtime.ops`` that lowering puts in an operator's place; returns its target."""
+
+    def no_rule(op: IROp) -> NoReturn:
+        raise InternalError(f"{op.target} is made by lowering and has no rule")
+
+    return registry.define(f"{RUNTIME}.{name}", signature, f"{RUNTIME}.{name}", no_rule).name
+
+
+def over_count(target: str, factors: Iterable[str], count: Size) -> ParallelForm:
+    """The form of a mean: the local sum over the global ``count``, without communication."""
+    return ParallelForm(target, {factor: ParallelFactor(anywhere=True) for factor in factors}, {}, lambda op, local: {"count": count})
+
+
+def drawn(target: str, factors: Iterable[str], term_of: Callable[[IROp], TensorRefs]) -> ParallelForm:
+    """The form of a random operator; ``term_of`` gives the refs of the tensor that is drawn."""
+
+    def local_args(op: IROp, local: LocalSizes) -> dict[str, Arg]:
+        return {"rng": RankRng(), "draw": op.name, **drawn_layout(op, term_of(op), local)}
+
+    return ParallelForm(target, {factor: ParallelFactor(anywhere=True) for factor in factors}, {}, local_args)
+
+
+def drawn_layout(op: IROp, term: TensorRefs, local: LocalSizes) -> dict[str, Arg]:
+    """``layout=``, and ``sizes=`` if sizes in it are not numbers."""
+    assert op.rule is not None, f"{op.name} has no rule"
+
+    def dim(refs: DimRefs) -> tuple[Atom, ...]:
+        assert op.rule is not None
+        atoms = tuple(Atom(op.rule.factor(ref.factor).segments, local.axes.get(ref.factor, ())) for ref in refs)
+        return atoms or (Atom((1,)),)
+
+    layout = Layout(tuple(map(dim, term)))
+    symbols = {s for d in layout.dims for a in d for n in a.segments if not is_static(n) for s in n.free_symbols}
+    sizes = {"sizes": tuple((str(s), s) for s in sorted(symbols, key=str))} if symbols else {}
+    return {"layout": str(layout), **sizes}
+
+
+def start_of(refs: DimRefs, local: LocalSizes) -> Size:
+    """The global index of the first local element of a dim of which at most the outermost factor is split."""
+    if not refs:
+        return 0
+    return product([local.offsets[refs[0].factor], *(local.full[ref.factor] for ref in refs[1:])])

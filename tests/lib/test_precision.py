@@ -1,0 +1,45 @@
+"""Inside float64_casts a cast to float32 is a cast to float64, and afterwards nothing is left of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+from precision import float64_casts
+from torch import nn
+
+
+def test_casts_mean_float64_inside() -> None:
+    x = torch.tensor(1 / 3, dtype=torch.float64)
+    with float64_casts():
+        casts = [x.float(), x.to(torch.float32), x.type(torch.float), torch.tensor(1 / 3), torch.zeros((), dtype=torch.float)]
+        assert [cast.dtype for cast in casts] == [torch.float64] * 5
+        assert x.float().item() == 1 / 3
+        assert nn.Linear(2, 2).weight.dtype == torch.float64
+
+
+def test_everything_is_restored_after_an_error_and_after_nesting() -> None:
+    dtype = torch.float32
+    with pytest.raises(RuntimeError, match="model"), float64_casts(), float64_casts():
+        raise RuntimeError("the model failed")
+    assert torch.float32 is dtype and torch.float is dtype and torch.get_default_dtype() is dtype
+    assert "float" not in torch.Tensor.__dict__
+    assert torch.ones(1, dtype=torch.float64).float().dtype is dtype
+
+
+def test_nested_contexts_keep_the_outer_one() -> None:
+    x = torch.ones(1, dtype=torch.float64)
+    with float64_casts():
+        with float64_casts():
+            pass
+        assert x.float().dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_it_reaches_the_casts_inside_transformers(name: str) -> None:
+    """Without it the loss carries float32 rounding: the reason why the helper exists."""
+    entry = zoo.get(name)
+    with float64_casts():
+        exact = zoo.loss_of(entry.build()(**entry.inputs())).item()
+    rounded = zoo.loss_of(entry.build()(**entry.inputs())).item()
+    assert 1e-10 < abs(exact - rounded) < 1e-5

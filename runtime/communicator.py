@@ -144,6 +144,12 @@ class Communicator:
         if sizes is None:
             assert x.shape[dim] % self.size == 0, f"{x.shape[dim]} does not divide into {self.size} equal pieces"
             sizes = [x.shape[dim] // self.size] * self.size
+        end_to_end = math.prod(x.shape[:dim]) == 1 and len(set(sizes)) == 1 and x.is_contiguous()
+        if self.transport is not None and end_to_end:
+            self._count(phase, "reduce_scatter", x, x.numel(), x.numel() // self.size * (self.size - 1))
+            result = x.new_empty(_with_length(x, dim, sizes[0]))
+            self.transport.reduce_scatter(x.detach().view(self.size, result.numel()), result.view(-1))
+            return result
         return self.reduce_scatter_pieces(torch.split(x, list(sizes), dim), phase=phase)
 
     def reduce_scatter_pieces(self, pieces: Sequence[Tensor], *, phase: Phase = "forward") -> Tensor:

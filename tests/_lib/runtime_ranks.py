@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
+from placements import Sharded, convert, encode, transposed
 
 from shardwright.runtime.groups import RankMesh
-from shardwright.runtime.layout import Mesh
+from shardwright.runtime.layout import Cut, Mesh
 from shardwright.runtime.world import count_communication, current_world
 
 
@@ -46,4 +48,19 @@ def collectives() -> dict[str, Any]:
         world.barrier()
     results["volume"] = str(volume)
     results["units"] = (mesh.num_units, mesh.group(("tp",), across_units=True).ranks, repr(mesh))
+    return results
+
+
+def all_adapters(num_ranks: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Output and input gradient of every adapter of the table, uneven and segmented, from fixed values and gradients."""
+    axis = RankMesh(Mesh((("tp", num_ranks),))).axis("tp")
+    sharded = [Sharded(0, Cut((4,))), Sharded(1, Cut((5, 4))), Sharded(1, Cut((9,)))]
+    results = {}
+    generator = torch.Generator().manual_seed(0)
+    for source, target in itertools.permutations([*sharded, "R", "P", "G"], 2):
+        value, gradient = (torch.randn(4, 9, dtype=torch.float64, generator=generator) for _ in range(2))
+        x = encode(value, source, num_ranks, generator)[axis.index].clone().requires_grad_()
+        y = convert(x, axis, source, target)
+        (grad,) = torch.autograd.grad(y, x, encode(gradient, transposed(target), num_ranks, generator)[axis.index])
+        results[f"{source} -> {target}"] = y.detach(), grad
     return results

@@ -63,6 +63,7 @@ class IRGraph:
     output: Tree
     signature: tuple[tuple[str, Tree], ...] = ()
     defaults: tuple[tuple[str, Any], ...] = ()
+    argument_order: tuple[str, ...] = ()  # of forward, given and absent alike
     constants: tuple[tuple[IRValue, torch.Tensor], ...] = ()
     buffer_updates: tuple[tuple[IRValue, IRValue], ...] = ()
     dynamic_dims: tuple[DynamicDim, ...] = ()

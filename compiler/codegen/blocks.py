@@ -1,0 +1,209 @@
+"""Find repeated blocks in a program: the layers of a model that do the same things with other weights.
+
+A **container** is the outermost numbered part of a module path (``transformer.h.0``). A **run** is a stretch of instructions
+of one container instance. Runs that are equal but for their weights, inputs and names are emitted once, as a method.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import sympy
+import torch
+
+from shardwright.compiler.ir.op import Arg, map_leaves
+from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
+
+_CONTAINER = re.compile(r"^(?P<prefix>.*?)\.?(?P<index>\d+)(?:\.|$)")
+MIN_RUN = 6
+"""Shorter runs stay inline: a call would not make the file shorter."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Instructions ``start:stop`` of the body. ``inputs``: values from outside in the order of their first use, weights of the
+    container excluded. ``outputs``: values made here and read later. ``symbols``: size names used."""
+
+    prefix: str
+    index: int
+    instructions: tuple[Instruction, ...]
+    inputs: tuple[IRValue, ...]
+    outputs: tuple[IRValue, ...]
+    symbols: tuple[str, ...]
+    key: Hashable
+
+
+Item = Instruction | Run
+"""What a body is made of once repeated runs are found."""
+
+
+def container_of(module_path: str) -> tuple[str, int] | None:
+    """``transformer.h.0.attn`` -> ``("transformer.h", 0)``."""
+    match = _CONTAINER.match(module_path)
+    return (match["prefix"], int(match["index"])) if match else None
+
+
+def reads(instruction: Instruction) -> tuple[IRValue, ...]:
+    return (instruction.value,) if isinstance(instruction, Adapt) else instruction.op.operands
+
+
+def writes(instruction: Instruction) -> tuple[IRValue, ...]:
+    return (instruction.result,) if isinstance(instruction, Adapt) else instruction.op.results
+
+
+def path_of(instruction: Instruction) -> str:
+    return instruction.module_path if isinstance(instruction, Adapt) else instruction.original.module_path
+
+
+def weight_path(value: IRValue, prefix: str, index: int) -> str | None:
+    """The name of a parameter or buffer below its container instance; None if it is not one of this instance."""
+    if value.kind not in (ValueKind.PARAMETER, ValueKind.BUFFER) or value.fqn is None:
+        return None
+    start = f"{prefix}.{index}." if prefix else f"{index}."
+    return value.fqn.removeprefix(start) if value.fqn.startswith(start) else None
+
+
+def group_blocks(program: Program) -> list[Item]:
+    """The body with repeated runs gathered. A container that occurs once, or never twice alike, stays inline."""
+    stretches = _stretches(program.body)
+    last_read = _last_reads(program, stretches)
+    runs: list[tuple[list[Instruction], Run | None]] = []
+    counts: dict[Hashable, int] = {}
+    for position, (container, instructions) in enumerate(stretches):
+        run = None
+        if container is not None and len(instructions) >= MIN_RUN:
+            run = _run(container, instructions, position, last_read)
+            counts[run.key] = counts.get(run.key, 0) + 1
+        runs.append((instructions, run))
+    items: list[Item] = []
+    for instructions, run in runs:
+        items += [run] if run is not None and counts[run.key] > 1 else instructions
+    return items
+
+
+def _stretches(body: tuple[Instruction, ...]) -> list[tuple[tuple[str, int] | None, list[Instruction]]]:
+    """Consecutive instructions of one container instance. An adapter that a block makes of a value from outside, for later
+    blocks to share, is moved in front of the block."""
+    stretches: list[tuple[tuple[str, int] | None, list[Instruction]]] = []
+    for instruction in body:
+        container = container_of(path_of(instruction))
+        if stretches and stretches[-1][0] == container:
+            stretches[-1][1].append(instruction)
+        else:
+            stretches.append((container, [instruction]))
+    readers: dict[str, set[int]] = {}
+    for position, (_, instructions) in enumerate(stretches):
+        for instruction in instructions:
+            for value in reads(instruction):
+                readers.setdefault(value.name, set()).add(position)
+    moved: list[tuple[tuple[str, int] | None, list[Instruction]]] = []
+    for position, (container, instructions) in enumerate(stretches):
+        made = {value.name for i in instructions if isinstance(i, Compute) for value in writes(i)}
+        front: list[Instruction] = []
+        for instruction in instructions:
+            if isinstance(instruction, Adapt) and container is not None:
+                shared = any(reader > position for reader in _readers_beyond(instruction, instructions, readers))
+                if instruction.value.name not in made and shared:
+                    front.append(instruction)
+                else:
+                    made.add(instruction.result.name)
+        rest = [i for i in instructions if not any(i is f for f in front)]
+        moved += [(None, front)] if front else []
+        moved.append((container, rest))
+    return moved
+
+
+def _readers_beyond(adapter: Adapt, instructions: list[Instruction], readers: dict[str, set[int]]) -> set[int]:
+    """The stretches that read what this adapter, or a chain of adapters after it, makes."""
+    names, found = {adapter.result.name}, set(readers.get(adapter.result.name, ()))
+    for instruction in instructions:
+        if isinstance(instruction, Adapt) and instruction.value.name in names:
+            names.add(instruction.result.name)
+            found |= readers.get(instruction.result.name, set())
+    return found
+
+
+def _last_reads(program: Program, stretches: list[tuple[tuple[str, int] | None, list[Instruction]]]) -> dict[str, int]:
+    last = {}
+    for position, (_, instructions) in enumerate(stretches):
+        for instruction in instructions:
+            for value in reads(instruction):
+                last[value.name] = position
+    end = len(stretches)
+    for _, value in program.output.leaves():
+        if isinstance(value, IRValue):
+            last[value.name] = end
+    for _, after in program.buffer_updates:
+        last[after.name] = end
+    return last
+
+
+def _run(container: tuple[str, int], instructions: list[Instruction], position: int, last_read: dict[str, int]) -> Run:
+    prefix, index = container
+    made: dict[str, int] = {}
+    inputs: dict[str, IRValue] = {}
+    symbols: set[str] = set()
+
+    def token(value: IRValue) -> Hashable:
+        if value.name in made:
+            return made[value.name]
+        path = weight_path(value, prefix, index)
+        if path is not None:
+            return path
+        inputs.setdefault(value.name, value)
+        return ("in", list(inputs).index(value.name), value.shape, value.dtype)
+
+    keys = []
+    for instruction in instructions:
+        keys.append(instruction_key(instruction, token, f"{prefix}.{index}".lstrip("."), symbols))
+        for value in writes(instruction):
+            made[value.name] = len(made)
+    outputs = tuple(value for i in instructions for value in writes(i) if last_read.get(value.name, -1) > position)
+    key = (prefix, tuple(keys), tuple(made[value.name] for value in outputs))
+    return Run(prefix, index, tuple(instructions), tuple(inputs.values()), outputs, tuple(sorted(symbols)), key)
+
+
+def instruction_key(instruction: Instruction, token: Callable[[IRValue], Hashable], container: str, symbols: set[str]) -> Hashable:
+    """What an instruction does, with values replaced by tokens: equal for the same step of two layers."""
+    if isinstance(instruction, Adapt):
+        step = instruction.step
+        cuts = [cut for cut in (step.cut, step.to_cut) if cut is not None]
+        for cut in cuts:
+            for size in (*cut.segments, cut.outer, cut.inner):
+                symbols |= size_symbols(size)
+        return ("adapt", step, token(instruction.value), instruction.region is not None)
+    op = instruction.op
+
+    def leaf(arg: Arg) -> Hashable:
+        if isinstance(arg, IRValue):
+            return ("value", token(arg))
+        if isinstance(arg, sympy.Expr):
+            symbols.update(size_symbols(arg))
+            return str(arg)
+        if isinstance(arg, str):
+            return ("text", arg.replace(container.replace(".", "_"), "*"))
+        if isinstance(arg, torch.Tensor):
+            return id(arg)
+        return (type(arg).__name__, str(arg))
+
+    args = tuple((name, _freeze(map_leaves(arg, leaf))) for name, arg in op.args)
+    suffix = instruction.original.module_path.removeprefix(container)
+    facts = (op.autocast, op.grad_enabled, op.only_in, op.region is not None, suffix)
+    return (op.target, args, instruction.layouts, tuple(value.dtype for value in op.results), facts)
+
+
+def _freeze(arg: Arg) -> Hashable:
+    if isinstance(arg, slice):
+        return ("slice", _freeze(arg.start), _freeze(arg.stop), _freeze(arg.step))
+    return tuple(_freeze(item) for item in arg) if isinstance(arg, tuple | list) else arg
+
+
+def size_symbols(size: Arg) -> set[str]:
+    """The names of dynamic sizes in an expression (axis names excluded)."""
+    if isinstance(size, int):
+        return set()
+    axes = {call.args[1] for call in size.atoms(sympy.Function) if len(call.args) == 2}
+    return {str(symbol) for symbol in size.free_symbols - axes}

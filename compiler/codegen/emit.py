@@ -1,0 +1,408 @@
+"""Emit the source files of a program: one per rank, alike but for what says which rank it is.
+
+The body reads like a model a person wrote: one statement per operator, names from the user's own, adapters named by what
+they do, trailing comments with layout, module path and source line. Layers that repeat are emitted once as a method.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import PurePath
+from typing import Any
+
+import jinja2
+import torch
+
+from shardwright.compiler.codegen.blocks import Item, Run, group_blocks, reads, size_symbols, weight_path, writes
+from shardwright.compiler.codegen.names import Scope, attribute_path
+from shardwright.compiler.codegen.text import Line, layout_lines, wrap
+from shardwright.compiler.ir.dims import ModelDims
+from shardwright.compiler.ir.graph import Tree
+from shardwright.compiler.ir.op import IROp, leaves, map_leaves
+from shardwright.compiler.ir.size import Size, to_python
+from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.ops.render import argument_source, call_source, imports_of
+from shardwright.compiler.plan.conversion import CutSizes
+from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
+from shardwright.runtime.layout import Layout
+
+RUNTIME_IMPORTS = {
+    "Mesh": "from shardwright.runtime.layout import Mesh",
+    "Cut": "from shardwright.runtime.layout import Cut",
+    "ParallelModule": "from shardwright.runtime.module import ParallelModule",
+    "ABSENT": "from shardwright.runtime.inputs import ABSENT",
+    "flatten": "from shardwright.runtime.structure import flatten",
+    "rebuild": "from shardwright.runtime.structure import rebuild",
+}
+RESERVED = {"self", "torch", "F", "math", "block", "layer", *RUNTIME_IMPORTS}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a file's header says of where it comes from."""
+
+    version: str
+    model: str
+    policy: str
+    digest: str
+
+
+def emit(program: Program, origin: Origin, num_ranks: int) -> dict[str, str]:
+    """``gencode<rank>.py`` for every rank of the unit: file name to text, identical for identical input."""
+    writer = _Writer(program)
+    fields = writer.fields(origin)
+    template = _template()
+    mesh = program.plan.mesh
+    files = {}
+    for rank in range(num_ranks):
+        coords = ", ".join(f"{axis}={index}" for axis, index in mesh.coords(rank).items())
+        files[f"gencode{rank}.py"] = template.render(**fields, rank=rank, coords=coords or "the only rank")
+    return files
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    text = resources.files("shardwright.codegen_templates").joinpath("module.py.jinja").read_text(encoding="utf-8")
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
+    return environment.from_string(text)
+
+
+@dataclass
+class _Method:
+    """A repeated block as a method: its text, and its name."""
+
+    name: str
+    lines: list[str]
+
+
+@dataclass
+class _Writer:
+    program: Program
+    imports: set[str] = field(default_factory=set)
+    methods: dict[Any, _Method] = field(default_factory=dict)
+
+    def fields(self, origin: Origin) -> dict[str, Any]:
+        """Everything the template needs that is the same on all ranks."""
+        program, graph = self.program, self.program.graph
+        forward = self._body(program, "forward")
+        evaluation = self._body(program.eval_program, "forward_eval") if program.eval_program else []
+        self._need("Mesh", "ParallelModule")
+        return {
+            "origin": origin,
+            "mesh": program.plan.mesh,
+            "class_name": graph.name,
+            "inputs": [(value.name, _shape_text(value), str(value.dtype)) for value in graph.inputs],
+            "declarations": self._declarations(),
+            "signature": self._signature(),
+            "forward": forward,
+            "evaluation": evaluation,
+            "methods": [method.lines for method in self.methods.values()],
+            "imports": _sorted_imports(self.imports | {"import torch"}),
+            "dims": graph.dims and _legend(graph.dims, program),
+        }
+
+    def _need(self, *names: str) -> None:
+        self.imports |= {RUNTIME_IMPORTS[name] for name in names}
+
+    # ------------------------------------------------------------------------------------------------- declarations
+
+    def _declarations(self) -> list[str]:
+        declarations = {d.value.name: d for d in self.program.declarations}
+        if self.program.eval_program:
+            declarations |= {d.value.name: d for d in self.program.eval_program.declarations}
+        lines = []
+        for declaration in declarations.values():
+            value = declaration.value
+            name = value.fqn or value.name
+            words = [f'"{name}"', f'"{declaration.layout}"', str(value.dtype)]
+            if value.kind is ValueKind.PARAMETER and not value.requires_grad:
+                words.append("requires_grad=False")
+            if value.kind is ValueKind.BUFFER and not value.persistent:
+                words.append("persistent=False")
+            if value.aliases:
+                words.append(f"aliases=({''.join(f'{alias!r}, ' for alias in value.aliases).rstrip()})".replace("'", '"'))
+            method = {ValueKind.PARAMETER: "parameter", ValueKind.BUFFER: "buffer"}.get(value.kind, "constant")
+            lines += wrap(f"self.{method}({', '.join(words)})", 120)
+        return lines
+
+    # ---------------------------------------------------------------------------------------------------- signature
+
+    def _signature(self) -> str:
+        """The arguments of forward in the order of the original, those absent from the dummy ones as ABSENT."""
+        graph = self.program.graph
+        given = {name for name, _ in graph.signature}
+        words = ["self"]
+        for name in graph.argument_order:
+            words.append(name if name in given and len(words) == len([w for w in words if "=" not in w]) else f"{name}=ABSENT")
+        if any("=" in word for word in words):
+            self._need("ABSENT")
+        return ", ".join(words)
+
+    def _unpack(self, scope: Scope) -> list[Line]:
+        """Check the arguments and name their tensors."""
+        graph = self.program.graph
+        lines = []
+        pairs = []
+        for name, tree in graph.signature:
+            if tree.kind == "leaf":
+                if isinstance(tree.value, IRValue):
+                    scope.bind(tree.value, name)
+                pairs.append(f'"{name}": {name}')
+            else:
+                self._need("flatten")
+                lines.append(Line(f'{name}_leaves = flatten({name}, "{name}")'))
+                pairs.append(f"**{name}_leaves")
+        given = {name for name, _ in graph.signature}
+        absent = [f'"{name}": {name}' for name in graph.argument_order if name not in given]
+        check = f"self.check_inputs({{{', '.join(pairs)}}}"
+        check += f", {{{', '.join(absent)}}})" if absent else ")"
+        lines.append(Line(check))
+        for name, tree in graph.signature:
+            if tree.kind != "leaf":
+                for path, value in tree.leaves():
+                    if isinstance(value, IRValue):
+                        lines.append(Line(f'{scope.name(value)} = {name}_leaves["{name}.{path}"]'))
+        for symbol, (value, dim) in graph.symbols().items():
+            scope.reserve(symbol)
+            if symbol in self._used_symbols:
+                lines.append(Line(f"{symbol} = {scope.name(value)}.size({dim})"))
+        return lines
+
+    # --------------------------------------------------------------------------------------------------------- body
+
+    def _body(self, program: Program, name: str) -> list[str]:
+        """The lines of one forward body, indented for the class."""
+        items = group_blocks(program)
+        self._used_symbols = _used_symbols(program)
+        scope = Scope(RESERVED | set(program.plan.mesh.names), self._weight_source(program))
+        for argument, _ in program.graph.signature:
+            scope.reserve(argument)
+        head = self._unpack(scope)
+        body: list[Line] = []
+        for item in items:
+            body += self._call_block(item, scope, program) if isinstance(item, Run) else [self._line(item, scope, program, "")]
+        for buffer, value in program.buffer_updates:
+            body.append(Line(f"self.update_buffer(\"{buffer.fqn}\", {scope.name(value)})"))
+        body.append(Line(f"return {self._output(program.output, scope)}"))
+        return layout_lines([*head, *_axis_lines(body, program.plan.mesh.names), *body], 8)
+
+    def _weight_source(self, program: Program):  # type: ignore[no-untyped-def]
+        tops = {(value.fqn or value.name).partition(".")[0] for value in program.graph.sources}
+        return functools.partial(attribute_path, tops=frozenset(tops))
+
+    def _line(self, instruction: Instruction, scope: Scope, program: Program, container: str) -> Line:
+        if isinstance(instruction, Adapt):
+            return self._adapter_line(instruction, scope)
+        return self._compute_line(instruction, scope, program, container)
+
+    def _compute_line(self, instruction: Compute, scope: Scope, program: Program, container: str) -> Line:
+        op = instruction.op
+        self.imports |= imports_of(op)
+        if container:
+            op = op.map_args(lambda leaf: _Raw(_layered(leaf, container)) if isinstance(leaf, str) and container in leaf else leaf)
+        code = call_source(op, scope.name, to_python)
+        code = _unraw(code)
+        for value in op.results:
+            scope.define(value)
+        targets = ", ".join(scope.name(value) for value in op.results)
+        guards = []
+        if op.only_in == "train":
+            guards.append("if self.training")
+        if not op.grad_enabled:
+            guards.append("with torch.no_grad()")
+        if op.autocast is not None:
+            guards.append(f"with torch.autocast(self.device.type, dtype={op.autocast})")
+        return Line(f"{targets} = {code}", self._comment(instruction, program), tuple(guards))
+
+    def _comment(self, instruction: Compute, program: Program) -> str:
+        original = instruction.original
+        layout = " ".join(describe(v, l, program.graph.dims) for v, l in zip(original.results, instruction.layouts, strict=True))
+        source = f"{PurePath(original.source.file).name}:{original.source.line}" if original.source else ""
+        path = re.sub(r"\.\d+(?=\.|$)", ".*", original.module_path) if self._in_method else original.module_path
+        return "  ".join(word for word in (layout, path, source) if word)
+
+    _in_method: bool = False
+
+    def _adapter_line(self, instruction: Adapt, scope: Scope) -> Line:
+        step = instruction.step
+        self.imports.add(f"from shardwright.runtime.adapters import {step.kind}")
+        words = [scope.name(instruction.value), step.axis]
+        if step.dim is not None:
+            words.append(str(step.dim) if step.kind == "all_to_all" else f"dim={step.dim}")
+        if step.kind == "all_to_all":
+            assert step.cut is not None and step.to_cut is not None
+            words += [self._cut(step.cut), str(step.to_dim), self._cut(step.to_cut)]
+        elif step.cut is not None and not _is_plain(step.cut, self.program.plan.mesh.axis_size(step.axis), step.kind):
+            words.append(f"cut={self._cut(step.cut)}")
+        if step.backward is not None:
+            words.append(f'backward="{step.backward}"')
+        scope.define(instruction.result)
+        comment = f"{step.axis}: {step.transition}"
+        return Line(f"{scope.name(instruction.result)} = {step.kind}({', '.join(words)})", comment)
+
+    def _cut(self, cut: CutSizes) -> str:
+        self._need("Cut")
+        segments = ", ".join(to_python(size) for size in cut.segments)
+        words = [f"({segments}{',' if len(cut.segments) == 1 else ''})"]
+        if cut.outer != 1 or cut.inner != 1:
+            words.append(to_python(cut.outer))
+        if cut.inner != 1:
+            words.append(to_python(cut.inner))
+        return f"Cut({', '.join(words)})"
+
+    # ------------------------------------------------------------------------------------------------------- blocks
+
+    def _call_block(self, run: Run, scope: Scope, program: Program) -> list[Line]:
+        method = self.methods.get(run.key) or self._write_method(run, program)
+        arguments = [attribute_path(f"{run.prefix}.{run.index}".lstrip("."), tops=scope.tops()), str(run.index)]
+        arguments += [scope.name(value) for value in run.inputs] + list(run.symbols)
+        for value in run.outputs:
+            scope.define(value)
+        targets = ", ".join(scope.name(value) for value in run.outputs)
+        return [Line(f"{targets} = self.{method.name}({', '.join(arguments)})")]
+
+    def _write_method(self, run: Run, program: Program) -> _Method:
+        container = f"{run.prefix}.{run.index}".lstrip(".")
+        name = f"{run.prefix.replace('.', '_') or 'layer'}_block"
+        taken = {method.name for method in self.methods.values()}
+        while name in taken:
+            name = f"{name}_{len(taken)}"
+        scope = Scope(RESERVED | set(program.plan.mesh.names) | set(run.symbols), self._weight_source(program))
+        scope.strip = container.replace(".", "_") + "_"
+        scope.block = (run.prefix, run.index)
+        for value in run.inputs:
+            scope.define(value)
+        inputs = [scope.name(value) for value in run.inputs]
+        self._in_method = True
+        lines = [self._line(instruction, scope, program, container.replace(".", "_")) for instruction in run.instructions]
+        self._in_method = False
+        outputs = ", ".join(scope.name(value) for value in run.outputs)
+        lines.append(Line(f"return {outputs}"))
+        head = wrap(f"def {name}({', '.join(['self', 'block', 'layer', *inputs, *run.symbols])}):", 124)
+        text = [f"    {line}" for line in head]
+        text.append(f'        """``{run.prefix}.*``: ``block`` holds the weights of layer number ``layer``."""')
+        text += layout_lines([*_axis_lines(lines, program.plan.mesh.names), *lines], 8)
+        self.methods[run.key] = _Method(name, text)
+        return self.methods[run.key]
+
+    # ------------------------------------------------------------------------------------------------------- output
+
+    def _output(self, tree: Tree, scope: Scope) -> str:
+        if tree.kind == "leaf":
+            return argument_source(tree.value, scope.name, to_python)
+        parts = [(key, self._output(child, scope)) for key, child in tree.children]
+        if tree.kind == "dict":
+            return "{" + ", ".join(f"{key!r}: {text}" for key, text in parts).replace("'", '"') + "}"
+        if tree.kind in ("tuple", "list"):
+            text = ", ".join(text for _, text in parts)
+            return f"[{text}]" if tree.kind == "list" else f"({text}{',' if len(parts) == 1 else ''})"
+        self._need("rebuild")
+        fields = ", ".join(f'"{key}": {text}' if isinstance(key, str) else f"{key}: {text}" for key, text in parts)
+        return f'rebuild("{tree.type_path}", {{{fields}}})'
+
+
+class _Raw(str):
+    """Source text that stands in an argument as it is."""
+
+    __slots__ = ()
+
+    def __new__(cls, text: str) -> _Raw:
+        return super().__new__(cls, f"\N{SYMBOL FOR START OF TEXT}{text}")
+
+
+def _unraw(code: str) -> str:
+    return re.sub("([\"'])\N{SYMBOL FOR START OF TEXT}(.*?)\\1", r'f"\2"', code)
+
+
+def _layered(text: str, container: str) -> str:
+    """``transformer_h_0_dropout`` -> ``transformer_h_{layer}_dropout``."""
+    return text.replace(container, re.sub(r"\d+$", "{layer}", container), 1)
+
+
+def _axis_lines(lines: Iterable[Line], axes: tuple[str, ...]) -> list[Line]:
+    """``tp = self.axis("tp")`` for the axes that the lines use."""
+    text = "\n".join(line.code for line in lines)
+    return [Line(f'{axis} = self.axis("{axis}")') for axis in axes if re.search(rf"(?<![\w.\"]){re.escape(axis)}(?![\w\"=])", text)]
+
+
+def _used_symbols(program: Program) -> set[str]:
+    used: set[str] = set()
+    for instruction in program.body:
+        if isinstance(instruction, Adapt):
+            for cut in (instruction.step.cut, instruction.step.to_cut):
+                if cut is not None:
+                    for size in (*cut.segments, cut.outer, cut.inner):
+                        used |= size_symbols(size)
+            continue
+        for _, arg in instruction.op.args:
+            for leaf in leaves(arg):
+                if hasattr(leaf, "free_symbols"):
+                    used |= size_symbols(leaf)
+    return used
+
+
+def _is_plain(cut: CutSizes, num_pieces: int, kind: str) -> bool:
+    """Whether the adapter finds this cut by itself: even contiguous pieces, or one whole segment that is there to be cut."""
+    if cut.outer != 1 or len(cut.segments) != 1:
+        return False
+    return cut.segments[0] == num_pieces or (kind in ("narrow", "reduce_scatter") and cut.inner == 1)
+
+
+def _shape_text(value: IRValue) -> str:
+    return "[" + ", ".join(to_python(size) for size in value.shape) + "]"
+
+
+def describe(value: IRValue, layout: Layout, dims: ModelDims | None) -> str:
+    """``[batch, seq, heads/tp * head_dim] P(dp)``: the dims of the model where they are known, else sizes."""
+    classes = dims.values.get(value.name) if dims else None
+    words = []
+    for index, atoms in enumerate(layout.dims):
+        names = classes[index] if classes and index < len(classes) else ()
+        if dims is not None and len(names) == len(atoms):
+            parts = []
+            for class_index, atom in zip(names, atoms, strict=True):
+                name = dims.classes[class_index].name
+                parts.append("/".join([name if not name.startswith("dim") else _size_word(atom.size), *atom.axes]))
+            words.append(" * ".join(parts))
+        else:
+            words.append(" * ".join("/".join([_size_word(atom.size), *atom.axes]) for atom in atoms))
+    marks = [f"P({', '.join(layout.partial)})"] if layout.partial else []
+    marks += [f"G({', '.join(layout.grad_partial)})"] if layout.grad_partial and value.requires_grad else []
+    return " ".join([f"[{', '.join(words)}]", *marks])
+
+
+def _size_word(size: Size) -> str:
+    return to_python(size).replace(" ", "")
+
+
+def _legend(dims: ModelDims, program: Program) -> str:
+    """The sizes of the named dims that occur in comments."""
+    used: dict[str, str] = {}
+    for instruction in program.body:
+        if isinstance(instruction, Compute):
+            for value in instruction.original.results:
+                for dim in dims.values.get(value.name, ()):
+                    for index in dim:
+                        name = dims.classes[index].name
+                        if not name.startswith("dim"):
+                            used.setdefault(name, _size_word(dims.classes[index].size))
+    return ", ".join(f"{name} {size}" for name, size in used.items())
+
+
+def _sorted_imports(statements: set[str]) -> list[str]:
+    """Standard library and third parties first, then ours; names from one module on one line."""
+    plain = sorted(s for s in statements if s.startswith("import "))
+    merged: dict[str, set[str]] = {}
+    for statement in statements:
+        if statement.startswith("from "):
+            module, _, name = statement.removeprefix("from ").partition(" import ")
+            merged.setdefault(module, set()).add(name)
+    froms = []
+    for module in sorted(merged):
+        text = f"from {module} import {', '.join(sorted(merged[module]))}"
+        froms += [text] if len(text) <= 128 else [f"from {module} import (", *(f"    {n}," for n in sorted(merged[module])), ")"]
+    return [*plain, "", *froms]

@@ -1,0 +1,142 @@
+"""Make a plan by hand: the verbs of custom policies.
+
+A policy receives a :class:`PlannableGraph`, takes a builder of it, and returns what ``build()`` gives::
+
+    def my_policy(graph, config):
+        b = graph.builder(mesh={"tp": config.plan_ngpus})
+        b.split("ffn", "tp")                                   # every operator that has this dim
+        b.partition("transformer_h_0_attn_c_attn", "n.1", "tp")  # one operator
+        return b.build()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+
+from shardwright.compiler.ir.dims import DimClass
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ops.strategy import strategies
+from shardwright.compiler.plan.plan import Note, Plan
+from shardwright.runtime.errors import PlanError, did_you_mean
+from shardwright.runtime.layout import Layout, Mesh
+
+
+@dataclass(frozen=True)
+class PlannableGraph(IRGraph):
+    """A graph with rules and dims, and the plan being made for it."""
+
+    plan: Plan | None = None
+
+    @classmethod
+    def of(cls, graph: IRGraph) -> PlannableGraph:
+        return cls(**{f.name: getattr(graph, f.name) for f in fields(IRGraph)})
+
+    def builder(self, mesh: Mapping[str, int] | Mesh, order: str | None = None) -> PlanBuilder:
+        """A builder of a plan on ``mesh``. ``order``: the axes major to minor, as in ``"dp-tp"``; default as written."""
+        mesh = Mesh.of(mesh)
+        if order is not None:
+            names = order.split("-")
+            if sorted(names) != sorted(mesh.names):
+                raise PlanError(f"order {order!r} does not name the axes of the mesh", why=f"axes {mesh.names}")
+            mesh = Mesh(tuple((name, mesh.axis_size(name)) for name in names))
+        return PlanBuilder(self, mesh)
+
+
+class PlanBuilder:
+    """Collects decisions and checks each one at once; every verb returns the builder. Nothing changes the graph."""
+
+    def __init__(self, graph: PlannableGraph, mesh: Mesh) -> None:
+        self.graph, self.mesh = graph, mesh
+        self._ops = {op.name: op for op in graph.ops} | ({op.name: op for op in graph.eval_graph.ops} if graph.eval_graph else {})
+        self._strategies: dict[str, dict[str, str]] = {}
+        self._stored: dict[str, Layout] = {}
+        self._outputs: dict[str, Layout | str | None] = {}
+        self._notes: list[Note] = []
+
+    def strategy(self, op: str | IROp, axis: str, strategy: str) -> PlanBuilder:
+        """Give an operator a strategy (``R``, ``G``, ``split:<factor>``, ``linear:<i>``) along an axis."""
+        found = self._op(op)
+        self._check_axis(axis)
+        assert found.rule is not None
+        if strategy not in strategies(found.rule):
+            raise PlanError(
+                f"operator {found.name} ({found.target}) has no strategy {strategy!r}",
+                where=f"{found.source} ({found.module_path})",
+                why=f"its rule is {found.rule.annotation}",
+                hint=f"one of {', '.join(strategies(found.rule))}",
+            )
+        self._strategies.setdefault(found.name, {})[axis] = strategy
+        return self
+
+    def partition(self, op: str | IROp, factor: str, axis: str) -> PlanBuilder:
+        """Split a factor of an operator over an axis. ``factor`` is its name in the rule, or the name of its dim class."""
+        found = self._op(op)
+        assert found.rule is not None
+        names = [f.name for f in found.rule.factors]
+        if factor not in names and self.graph.dims is not None:
+            named = [n for n in names if (c := self.graph.dims.of_factor(found.name, n)) is not None and c.name == factor]
+            factor = named[0] if named else factor
+        return self.strategy(found, axis, f"split:{factor}")
+
+    def replicate(self, op: str | IROp, axis: str, *, partial_gradient: bool = False) -> PlanBuilder:
+        """Compute an operator on every rank of an axis; with ``partial_gradient`` its gradients stay summands (``G``)."""
+        return self.strategy(op, axis, "G" if partial_gradient else "R")
+
+    def split(self, dim: str | DimClass, axis: str, where: Callable[[IROp], bool] | None = None) -> PlanBuilder:
+        """Split a dim of the model, by name or class, in every operator that has it and may split it."""
+        dims = self.graph.dims
+        assert dims is not None
+        self._check_axis(axis)
+        classes = dims.named(dim) if isinstance(dim, str) else (dim,)
+        if not classes:
+            raise PlanError(f"the model has no dim {dim!r}", hint=did_you_mean(str(dim), tuple({c.name for c in dims.classes})))
+        indices = {c.index for c in classes}
+        for op in self._ops.values():
+            assert op.rule is not None
+            if where is not None and not where(op):
+                continue
+            for factor in op.rule.factors:
+                if dims.factors.get((op.name, factor.name)) in indices and op.rule.splittable(factor.name):
+                    self._strategies.setdefault(op.name, {})[axis] = f"split:{factor.name}"
+                    break
+        return self
+
+    def store(self, fqn: str, layout: Layout | str) -> PlanBuilder:
+        """Say how a parameter or buffer is held, e.g. ``"[50257/tp, 768]"``."""
+        layout = Layout.parse(layout) if isinstance(layout, str) else layout
+        values = {v.fqn: v for v in (*self.graph.parameters, *self.graph.buffers)}
+        if fqn not in values:
+            raise PlanError(f"the model has no parameter {fqn!r}", hint=did_you_mean(fqn, tuple(f for f in values if f)))
+        if layout.shape != values[fqn].shape:
+            raise PlanError(f"layout {layout} does not fit {fqn}", why=f"its shape is {values[fqn].shape}")
+        self._stored[fqn] = layout
+        return self
+
+    def output(self, path: str, wish: Layout | str | None) -> PlanBuilder:
+        """``"whole"`` (the default), ``"sharded"``, a layout, or ``None``: the output is not needed."""
+        self._outputs[path] = wish
+        return self
+
+    def note(self, op: IROp, axis: str, reason: str) -> PlanBuilder:
+        """Leave a word for ``inspect``."""
+        self._notes.append(Note(op.name, op.module_path, str(op.source or ""), axis, reason))
+        return self
+
+    def plan(self, policy: str = "custom") -> Plan:
+        return Plan(self.mesh, self._strategies, self._stored, {}, self._outputs, policy, tuple(self._notes))
+
+    def build(self, policy: str = "custom") -> PlannableGraph:
+        """The graph with the plan applied."""
+        return replace(self.graph, plan=self.plan(policy))
+
+    def _op(self, op: str | IROp) -> IROp:
+        name = op if isinstance(op, str) else op.name
+        if name not in self._ops:
+            raise PlanError(f"the graph has no operator {name!r}", hint=did_you_mean(name, tuple(self._ops)))
+        return self._ops[name]
+
+    def _check_axis(self, axis: str) -> None:
+        if axis not in self.mesh.names:
+            raise PlanError(f"the mesh has no axis {axis!r}", why=f"mesh {self.mesh}", hint=did_you_mean(axis, self.mesh.names))

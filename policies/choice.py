@@ -1,0 +1,150 @@
+"""Choose which dims of the model tensor parallelism splits: a small exact program over dim classes.
+
+Every product with weights (linear, convolution, embedding) may have one of its dims split: an output dim (column parallel:
+the input's gradient is all-reduced) or a summed dim (row parallel: the result is all-reduced). Splitting a class splits all
+operators that have it. Variables are the classes; at most one class of an operator is split; the objective is the work and
+memory that is shared out, weighed far above the communication it causes. On a transformer this gives heads, ffn and
+vocabulary, never the hidden dim: Megatron's plan, without knowing what a transformer is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ortools.sat.python import cp_model
+
+from shardwright.compiler.cost.communication import estimate
+from shardwright.compiler.ir.dims import ModelDims
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ir.size import product
+from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.ops.rule import FactorKind
+from shardwright.compiler.ops.strategy import has_factor
+
+WORK, MEMORY, TRAFFIC = 1_000_000, 100_000, 10_000
+"""What all work, all weight memory, and all traffic that could arise are worth against each other."""
+
+PRODUCTS = frozenset(
+    "linear matmul bmm mm addmm baddbmm einsum conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
+    "scaled_dot_product_attention grouped_mm bilinear embedding".split()
+)
+
+
+@dataclass(frozen=True)
+class _Option:
+    """One class split in one operator: the share of work it saves, and the values it makes travel."""
+
+    op: IROp
+    dim_class: int
+    saved: float
+    travels: tuple[str, ...]
+
+
+def choose_dims(graph: IRGraph, axis_size: int) -> set[int]:
+    """The indices of the dim classes to split over an axis of that many ranks."""
+    dims = graph.dims
+    assert dims is not None
+    options = [option for op in graph.ops for option in _options(op, graph, dims, axis_size)]
+    candidates = sorted({option.dim_class for option in options if option.saved > 0})
+    if not candidates:
+        return set()
+    model = cp_model.CpModel()
+    chosen = {c: model.new_bool_var(dims.classes[c].name) for c in candidates}
+    by_op: dict[str, list[_Option]] = {}
+    for option in options:
+        if option.dim_class in chosen:
+            by_op.setdefault(option.op.name, []).append(option)
+    for found in by_op.values():
+        classes = {option.dim_class for option in found if option.saved > 0}
+        if len(classes) > 1:
+            model.add_at_most_one(chosen[c] for c in sorted(classes))
+    sizes = _value_sizes(graph)
+    work = {op.name: _work(op) for op in graph.ops}
+    memory = {v.name: estimate(product(v.shape)) for v in graph.parameters}
+    total_work, total_memory = sum(work.values()) or 1.0, sum(memory.values()) or 1.0
+    travels: dict[str, set[int]] = {}
+    terms = []
+    for option in options:
+        if option.dim_class not in chosen:
+            continue
+        weights = sum(memory.get(v.name, 0.0) for v in option.op.operands if v.name in memory)
+        gain = WORK * work[option.op.name] / total_work + MEMORY * weights / total_memory
+        if option.saved > 0:
+            terms.append(round(gain * option.saved) * chosen[option.dim_class])
+        for name in option.travels:
+            travels.setdefault(name, set()).add(option.dim_class)
+    total_traffic = sum(sizes[name] for name in travels) or 1.0
+    for name, classes in sorted(travels.items()):
+        moved = model.new_bool_var(f"moves {name}")
+        for c in sorted(classes):
+            model.add_implication(chosen[c], moved)
+        terms.append(-max(1, round(TRAFFIC * sizes[name] / total_traffic)) * moved)
+    model.maximize(sum(terms))
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers, solver.parameters.random_seed = 1, 0
+    solver.parameters.max_deterministic_time = 20.0
+    solver.solve(model)
+    return {c for c in candidates if solver.value(chosen[c])}
+
+
+def _options(op: IROp, graph: IRGraph, dims: ModelDims, axis_size: int) -> Iterable[_Option]:
+    """Every class that splitting would touch this operator by, with what it saves and what travels."""
+    assert op.rule is not None
+    weights = [i for i, v in enumerate(op.operands) if v.kind is ValueKind.PARAMETER]
+    is_product = op.target in PRODUCTS
+    for factor in op.rule.factors:
+        index = dims.factors.get((op.name, factor.name))
+        if index is None or not dims.classes[index].parameters:
+            continue
+        if not op.rule.splittable(factor.name):  # gathered in front of this operator, and its gradient scattered
+            touched = [v.name for v, refs in zip(op.operands, op.rule.operands, strict=True) if has_factor(refs, factor.name) and v.requires_grad]
+            yield _Option(op, index, 0.0, tuple(touched))
+            continue
+        if not is_product or (op.target == "embedding" and not _worth_splitting(op, factor.name, graph)):
+            continue
+        if weights and not any(has_factor(op.rule.operands[i], factor.name) for i in weights):
+            continue
+        whole = [v.name for i, (v, refs) in enumerate(zip(op.operands, op.rule.operands, strict=True)) if i not in weights and not has_factor(refs, factor.name) and v.requires_grad]
+        summed = [v.name for v, refs in zip(op.results, op.rule.results, strict=True) if not has_factor(refs, factor.name)]
+        size = max(estimate(dims.classes[index].size), 1.0)
+        yield _Option(op, index, 1.0 - math.ceil(size / axis_size) / size, tuple(whole + summed))
+
+
+def _worth_splitting(op: IROp, factor: str, graph: IRGraph) -> bool:
+    """A table is split over its rows if it is looked up by what the user passes in and has more rows than columns: a
+    vocabulary; positions and token types are small and looked up by everyone."""
+    assert op.rule is not None
+    weight, indices = op.arg("weight"), op.arg("input")
+    if not has_factor(op.rule.operands[op.operands.index(indices)], factor):
+        columns = has_factor(op.rule.results[0], factor)
+        looked_up = indices.name in {v.name for v in graph.inputs} or _comes_from_input(indices, graph)
+        return columns or (looked_up and estimate(weight.shape[0]) >= estimate(weight.shape[1]))
+    return False
+
+
+def _comes_from_input(value: IRValue, graph: IRGraph) -> bool:
+    """Whether an integer value is an input, viewed or shifted (not positions counted from its shape)."""
+    producers = graph.producers()
+    while value.name in producers:
+        op = producers[value.name][0]
+        if op.target not in ("view", "reshape", "to", "contiguous", "getitem", "unsqueeze", "squeeze", "cat", "clone", "masked_fill", "where"):
+            return False
+        value = op.operands[0]
+    return value.kind is ValueKind.INPUT
+
+
+def _work(op: IROp) -> float:
+    """Multiply-adds of a product; nothing for a lookup."""
+    assert op.rule is not None
+    if op.target not in PRODUCTS or op.target == "embedding":
+        return 0.0
+    work = math.prod(estimate(f.size) for f in op.rule.factors if f.kind is not FactorKind.FROZEN or op.target != "embedding")
+    return float(work)
+
+
+def _value_sizes(graph: IRGraph) -> dict[str, float]:
+    values = (*graph.sources, *(result for op in graph.ops for result in op.results))
+    return {value.name: estimate(product(value.shape)) for value in values}

@@ -1,0 +1,22 @@
+"""``dp``: the whole model on every rank; units are its copies."""
+
+from __future__ import annotations
+
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.policies.policy import NoOptions, Policy
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import PlanError
+
+
+def apply(graph: PlannableGraph, config: ComputeConfig) -> PlannableGraph:
+    """One rank computes everything; gradients are reduced over units."""
+    if config.plan_ngpus != 1:
+        raise PlanError(
+            "policy 'dp' copies the model over units, so a plan has one rank",
+            why=f"plan_ngpus={config.plan_ngpus}",
+            hint=f"plan_ngpus=1 with runtime_ngpus={config.runtime_ngpus}, or policy 'data' to split the batch inside a unit",
+        )
+    return graph.builder(mesh={}).build("dp")
+
+
+POLICY = Policy("dp", apply, NoOptions, built_in=True)

@@ -1,0 +1,152 @@
+"""The compile itself: from a traced graph to the files of all ranks. Nothing here touches weights, disks or processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shardwright.compiler.codegen.emit import Origin, emit
+from shardwright.compiler.ir.graph import IRGraph, Tree
+from shardwright.compiler.ir.printer import print_graph
+from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.ir.verify import verify
+from shardwright.compiler.passes.dims import infer_dims
+from shardwright.compiler.passes.lower import lower
+from shardwright.compiler.passes.print_program import print_program
+from shardwright.compiler.passes.rules import attach_rules
+from shardwright.compiler.passes.verify_program import verify_program
+from shardwright.compiler.pipeline import CompileReport, FunctionPass, PassManager
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.program import Program
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import PlanError
+
+PolicyFunction = Callable[[Any, ComputeConfig], Any]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a compile makes. ``files``: ``gencode<rank>.py`` for every plan rank, and ``plan.json``."""
+
+    program: Program
+    files: dict[str, str]
+    report: CompileReport = field(default_factory=CompileReport)
+
+    @property
+    def plan(self) -> Plan:
+        return self.program.plan
+
+
+def pass_manager(**options: Any) -> PassManager:
+    """A pass manager that knows how to verify and print every form of this compiler."""
+    return PassManager(
+        verifiers={IRGraph: verify, PlannableGraph: verify, Program: verify_program},
+        printers={IRGraph: print_graph, PlannableGraph: print_graph, Program: print_program},
+        **options,
+    )
+
+
+def annotate(graph: IRGraph, manager: PassManager) -> PlannableGraph:
+    """The graph with rules and dims: what policies see."""
+    graph = manager.run(FunctionPass("rules", _both(attach_rules)), graph)
+    graph = manager.run(FunctionPass("dims", _both(infer_dims)), graph)
+    return PlannableGraph.of(graph)
+
+
+def compile_graph(
+    graph: IRGraph,
+    policy: PolicyFunction,
+    config: ComputeConfig,
+    *,
+    policy_name: str = "custom",
+    digest: str = "",
+    version: str = "",
+    plan: Plan | None = None,
+    manager: PassManager | None = None,
+) -> Compiled:
+    """Plan, lower, prove and emit a traced graph. ``plan`` skips the policy.
+
+    Raises :class:`PlanError` for a policy that returns something else than a plan, or a plan that does not fit.
+    """
+    manager = manager or pass_manager()
+    if config.inference_only:
+        graph = manager.run(FunctionPass("inference", without_gradients), graph)
+    planned = annotate(graph, manager)
+    if plan is None:
+        with manager.measure("policy"):
+            plan = plan_of(policy(planned, config), policy_name)
+    check_mesh(plan, config)
+    plan = replace(plan, outputs={**_unneeded(graph, config), **plan.outputs})
+    program = manager.run(FunctionPass("lower", lambda g: lower(g, plan)), planned)
+    with manager.measure("emit"):
+        origin = Origin(version, graph.name, plan.policy, digest)
+        files = emit(program, origin, config.plan_ngpus)
+        files["plan.json"] = plan.dumps()
+    return Compiled(program, files, manager.report)
+
+
+def plan_of(returned: Any, policy_name: str) -> Plan:
+    """The plan in what a policy returned."""
+    plan = returned.plan if isinstance(returned, PlannableGraph) else returned
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            f"policy {policy_name!r} returned no plan",
+            why=f"it returned {type(returned).__name__}",
+            hint="return what builder.build() gives, or a Plan",
+        )
+    return plan
+
+
+def check_mesh(plan: Plan, config: ComputeConfig) -> None:
+    if plan.mesh.size != config.plan_ngpus:
+        raise PlanError(
+            "the plan's mesh has another number of ranks than plan_ngpus",
+            why=f"mesh {plan.mesh} has {plan.mesh.size}, plan_ngpus={config.plan_ngpus}",
+            hint="make the product of the axes equal to plan_ngpus",
+        )
+
+
+def without_gradients(graph: IRGraph) -> IRGraph:
+    """The graph for inference: nothing requires a gradient, so R and G are one and no backward is planned."""
+
+    def frozen(value: Any) -> Any:
+        return replace(value, requires_grad=False) if isinstance(value, IRValue) else value
+
+    def tree(node: Tree) -> Tree:
+        return replace(node, value=frozen(node.value), children=tuple((key, tree(child)) for key, child in node.children))
+
+    return replace(
+        graph,
+        inputs=tuple(map(frozen, graph.inputs)),
+        parameters=tuple(map(frozen, graph.parameters)),
+        ops=tuple(replace(op.map_args(frozen), results=tuple(map(frozen, op.results))) for op in graph.ops),
+        output=tree(graph.output),
+        signature=tuple((name, tree(node)) for name, node in graph.signature),
+        eval_graph=graph.eval_graph and without_gradients(graph.eval_graph),
+    )
+
+
+def _both(function: Callable[[IRGraph], IRGraph]) -> Callable[[IRGraph], IRGraph]:
+    """Apply a pass to the training body and to the evaluation body."""
+
+    def apply(graph: IRGraph) -> IRGraph:
+        done = function(graph)
+        return replace(done, eval_graph=function(graph.eval_graph)) if graph.eval_graph else done
+
+    return apply
+
+
+def _unneeded(graph: IRGraph, config: ComputeConfig) -> dict[str, str | None]:
+    """``config.outputs`` as wishes by output path."""
+    paths = [path for path, value in graph.output.leaves() if isinstance(value, IRValue)]
+    if config.outputs == "all":
+        return {}
+    if config.outputs == "loss":
+        return dict.fromkeys(paths[1:])
+    assert not isinstance(config.outputs, str)
+    unknown = sorted(config.outputs.keys() - set(paths))
+    if unknown:
+        raise PlanError(f"ComputeConfig.outputs names {unknown[0]!r}, which the model does not return", hint=f"one of {paths}")
+    return {path: None if wish == "drop" else wish for path, wish in config.outputs.items()}

@@ -1,0 +1,29 @@
+"""A program as text, for dumps and golden files."""
+
+from __future__ import annotations
+
+from shardwright.compiler.ir.size import to_python
+from shardwright.compiler.ops.render import call_source
+from shardwright.compiler.plan.program import Adapt, Program
+
+
+def print_program(program: Program) -> str:
+    """One line per declaration and instruction, with layouts."""
+    lines = [f"program {program.graph.name} on {program.plan.mesh}"]
+    for declaration in program.declarations:
+        lines.append(f"  {declaration.value.name}: {declaration.layout}")
+    for instruction in program.body:
+        if isinstance(instruction, Adapt):
+            step = instruction.step
+            lines.append(f"  {instruction.result.name} = {step.kind}({instruction.value.name}, {step.axis})  # {step.transition}: {step.after}")
+        else:
+            names = ", ".join(value.name for value in instruction.op.results)
+            layouts = " ".join(map(str, instruction.layouts))
+            strategy = " ".join(f"{axis}={s}" for axis, s in instruction.assignment.items())
+            call = call_source(instruction.op, lambda value: value.name, to_python)
+            lines.append(f"  {names} = {call}  # {layouts}  {strategy}".rstrip())
+    outputs = [f"{path}={value.name}" for path, value in program.output.leaves() if hasattr(value, "name")]
+    lines.append(f"  return {', '.join(outputs)}")
+    if program.eval_program is not None:
+        lines += ["in evaluation:", print_program(program.eval_program)]
+    return "\n".join(lines)

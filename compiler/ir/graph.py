@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import sympy
 import torch
 
 from shardwright.compiler.ir.dims import ModelDims
@@ -51,7 +52,8 @@ class IRGraph:
     ``inputs``: the tensor leaves of the arguments, in order. ``signature``: argument name to its :class:`Tree` (leaves:
     input values, or literals that were fixed by tracing). ``defaults``: arguments that were absent and took their
     default. ``output``: the structure of the result. ``buffer_updates``: buffer value to the value it has after the call.
-    ``constants``: the tensors that constant values stand for. ``eval_graph``: the body for ``training=False`` where it
+    ``constants``: the tensors that constant values stand for. ``conditions``: relations between dynamic sizes that the
+    traced control flow took for granted; a call that breaks one must be refused. ``eval_graph``: the body for ``training=False`` where it
     differs in structure; parameters and buffers are shared by name.
     """
 
@@ -67,6 +69,7 @@ class IRGraph:
     constants: tuple[tuple[IRValue, torch.Tensor], ...] = ()
     buffer_updates: tuple[tuple[IRValue, IRValue], ...] = ()
     dynamic_dims: tuple[DynamicDim, ...] = ()
+    conditions: tuple[sympy.Basic, ...] = ()
     eval_graph: IRGraph | None = None
     module_types: Mapping[str, str] = field(default_factory=dict)  # module path -> class name, for naming
     dims: ModelDims | None = None  # filled by the dims pass

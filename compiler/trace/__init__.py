@@ -1,0 +1,5 @@
+"""From a module to a graph: the unmodified ``forward`` runs on fake tensors under a function mode that records it."""
+
+from shardwright.compiler.trace.api import trace
+
+__all__ = ["trace"]

@@ -1,0 +1,131 @@
+"""Graphs as text, one line per operator.
+
+    %h: f32[4, 128, 768] = linear(%x, %weight, bias=%bias)  # transformer.h.0.mlp.c_fc  modeling_gpt2.py:123
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._sympy.printers import PythonPrinter
+
+from shardwright.compiler.ir.graph import IRGraph, Tree
+from shardwright.compiler.ir.op import Arg, IROp, RankDevice, WhenTraining
+from shardwright.compiler.ir.size import Size
+from shardwright.compiler.ir.value import IRValue
+
+_SHORT_DTYPES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+
+
+def print_graph(graph: IRGraph) -> str:
+    """The whole graph; parameters and buffers that no operator reads are left out."""
+    used = set(graph.uses()) | {v.name for v in graph.outputs} | {v.name for pair in graph.buffer_updates for v in pair}
+    lines = [f"graph {graph.name}"]
+    for word, values in (("input", graph.inputs), ("parameter", graph.parameters), ("buffer", graph.buffers)):
+        for value in values:
+            if word == "input" or value.name in used:
+                lines.append(f"  {word} {print_value(value)}{_source_notes(value)}")
+    lines += [f"  constant {print_value(value)}" for value, _ in graph.constants]
+    lines += [f"  default {name} = {print_arg(default)}" for name, default in graph.defaults]
+    lines += [f"  where {print_size(condition)}" for condition in graph.conditions]
+    lines += [f"  {print_op(op)}" for op in graph.ops]
+    lines += [f"  update %{before.name} = %{after.name}" for before, after in graph.buffer_updates]
+    lines.append(f"  return {print_tree(graph.output)}")
+    text = "\n".join(lines) + "\n"
+    if graph.eval_graph is not None:
+        text += "in eval mode:\n" + print_graph(graph.eval_graph)
+    return text
+
+
+def print_op(op: IROp) -> str:
+    """One operator; its rule's annotation follows where there is one."""
+    results = ", ".join(print_value(value) for value in op.results)
+    args = ", ".join(_named_arg(name, value, position) for position, (name, value) in enumerate(op.args))
+    notes = [op.module_path, print_location(op)]
+    notes += [f"[{op.region}]"] if op.region else []
+    notes += [f"autocast({print_dtype(op.autocast)})"] if op.autocast else []
+    notes += [] if op.grad_enabled else ["no_grad"]
+    notes += [f"only in {op.only_in}"] if op.only_in else []
+    notes += [f"{{{op.rule.annotation}}}"] if op.rule else []
+    return f"{results} = {op.target}({args})  # {'  '.join(note for note in notes if note)}".rstrip(" #")
+
+
+def print_value(value: IRValue) -> str:
+    """``%x: f32[4, 128]``; a trailing ``'`` marks values that gradients flow to."""
+    grad = "'" if value.requires_grad else ""
+    return f"%{value.name}: {print_dtype(value.dtype)}[{', '.join(print_size(size) for size in value.shape)}]{grad}"
+
+
+def print_size(size: Size | sympy.Basic) -> str:
+    """A size as Python source over the names of dynamic dims."""
+    return str(PythonPrinter().doprint(size)) if isinstance(size, sympy.Basic) else str(size)
+
+
+def print_dtype(dtype: torch.dtype) -> str:
+    return _SHORT_DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def print_arg(arg: Arg) -> str:
+    """An argument as it would stand in Python source, values marked with ``%``."""
+    if isinstance(arg, IRValue):
+        return f"%{arg.name}"
+    if isinstance(arg, tuple | list):
+        return f"({', '.join(map(print_arg, arg))}{',' if len(arg) == 1 else ''})"
+    if isinstance(arg, slice):
+        bounds = ["" if bound is None else print_arg(bound) for bound in (arg.start, arg.stop)]
+        return ":".join(bounds + ([print_arg(arg.step)] if arg.step is not None else []))
+    if isinstance(arg, WhenTraining):
+        return f"({print_arg(arg.train)} if training else {print_arg(arg.eval)})"
+    if isinstance(arg, RankDevice):
+        return "device"
+    if isinstance(arg, torch.dtype):
+        return print_dtype(arg)
+    if isinstance(arg, sympy.Basic):
+        return print_size(arg)
+    if arg is Ellipsis:
+        return "..."
+    return getattr(arg, "__qualname__", None) or repr(arg)
+
+
+def print_tree(tree: Tree) -> str:
+    """The structure of a result or argument."""
+    if tree.kind == "leaf":
+        return print_arg(tree.value)
+    if tree.kind in ("tuple", "list"):
+        items = ", ".join(print_tree(child) for _, child in tree.children)
+        return f"({items})" if tree.kind == "tuple" else f"[{items}]"
+    if tree.kind == "dict":
+        return "{" + ", ".join(f"{key!r}: {print_tree(child)}" for key, child in tree.children) + "}"
+    name = (tree.type_path or "").partition(":")[2]
+    return f"{name}({', '.join(f'{key}={print_tree(child)}' for key, child in tree.children)})"
+
+
+def print_location(op: IROp) -> str:
+    """``modeling_gpt2.py:123``."""
+    return f"{os.path.basename(op.source.file)}:{op.source.line}" if op.source else ""
+
+
+def _named_arg(name: str, value: Any, position: int) -> str:
+    return print_arg(value) if name.isdigit() or position == 0 or isinstance(value, IRValue) else f"{name}={print_arg(value)}"
+
+
+def _source_notes(value: IRValue) -> str:
+    notes = [value.fqn] if value.fqn and value.fqn != value.name else []
+    notes += [f"tied to {', '.join(value.aliases)}"] if value.aliases else []
+    return f"  # {'  '.join(notes)}" if notes else ""

@@ -1,0 +1,40 @@
+"""``trace``: a module and example arguments in, a graph out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.trace.arguments import bind_arguments
+from shardwright.compiler.trace.checks import check_hooks, warn_mixed_training
+from shardwright.compiler.trace.run import run_once
+from shardwright.compiler.trace.train_eval import merge
+
+
+def trace(
+    module: torch.nn.Module,
+    dummy_args: Mapping[str, Any],
+    *,
+    dynamic_dims: Mapping[str, Mapping[int, str]] | None = None,
+    name: str | None = None,
+) -> IRGraph:
+    """The graph of ``module.forward`` for arguments like ``dummy_args``, in training and in eval mode.
+
+    ``forward`` runs unmodified on fake tensors: nothing is computed, no memory is allocated for weights, and modules on
+    the meta device are fine. ``dynamic_dims`` maps the path of an input (``"input_ids"``, ``"batch.mask"``) to ``{dim:
+    name}``; equal names mean equal sizes. ``name`` defaults to the class name. The module is left exactly as it was.
+
+    Raises :class:`TraceError` when ``forward`` needs the values of a tensor, fixes a dynamic dim, changes a parameter, or
+    relies on hooks that no graph can show; the text names the line.
+    """
+    arguments = bind_arguments(module, dummy_args)
+    check_hooks(module)
+    warn_mixed_training(module)
+    name, dims = name or type(module).__name__, dynamic_dims or {}
+    train = run_once(module, arguments, dims, name, training=True)
+    if not train.reads_training:
+        return train.graph.live()
+    return merge(train.graph, run_once(module, arguments, dims, name, training=False).graph)

@@ -1,0 +1,70 @@
+"""Tensors with values of their own: literals made in forward, and tensors the model captured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.trace.recorder import Recorder
+from shardwright.runtime.errors import TraceError
+
+
+class Constants:
+    """Binds real tensors to constant values of the graph; ``fake`` gives what the running model sees of one."""
+
+    def __init__(self, recorder: Recorder, mode: FakeTensorMode, module: torch.nn.Module) -> None:
+        self._recorder, self._mode = recorder, mode
+        self._fakes: dict[int, torch.Tensor] = {}
+        self._real: dict[str, torch.Tensor] = {}
+        self._attributes = {
+            id(value): f"{path}.{name}"
+            for path, submodule in module.named_modules()
+            for name, value in submodule.__dict__.items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake tensor that stands for a real one, the same each time."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        known = self._fakes.get(id(tensor))
+        if known is None:
+            name = self._attributes.get(id(tensor), "const")
+            known = self._fakes[id(tensor)] = self._bind(tensor, name)
+            self._recorder.captured.add(self._recorder.variables[id(known)].value.name)
+        return known
+
+    def literal(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """The constant that a call such as ``torch.tensor([1, 2])`` makes."""
+        with unset_fake_temporarily():
+            return self._bind(function(*args, **kwargs), "const")
+
+    def real(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The real values of a tensor that is a constant and was not written to."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        variable = self._recorder.variables.get(id(tensor))
+        return self._real.get(variable.value.name) if variable and variable.parent is None else None
+
+    def _bind(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        if tensor.is_meta:
+            raise TraceError(
+                f"the model uses a tensor on the meta device that is neither parameter nor buffer: {name}",
+                where=self._recorder.where(),
+                why="its values are needed and do not exist",
+                hint="make it a buffer, or build the module outside torch.device('meta')",
+            )
+        label = self._recorder.names.unique(name if name != "const" else f"const_{len(self._recorder.constants)}")
+        value = IRValue(label, tuple(tensor.shape), tensor.dtype, False, ValueKind.CONSTANT)
+        with self._mode, torch.no_grad():
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        with unset_fake_temporarily(), torch.no_grad():
+            real = tensor.detach().cpu()
+        self._recorder.constants.append((value, real))
+        self._recorder.bind_source(fake, value)
+        self._recorder.keep(tensor)
+        self._real[label] = real
+        return fake

@@ -1,0 +1,88 @@
+"""The module on fake tensors: parameters and buffers without memory, everything put back afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.trace.naming import Namer
+from shardwright.runtime.errors import TraceError
+
+
+@dataclass(frozen=True)
+class ModuleTensor:
+    """A parameter or buffer: all its names (the first is its FQN), and the places that hold it."""
+
+    original: torch.Tensor
+    names: tuple[str, ...]
+    is_parameter: bool
+    persistent: bool
+    places: tuple[tuple[dict[str, Any], str], ...]
+
+
+def module_tensors(module: torch.nn.Module) -> list[ModuleTensor]:
+    """The parameters, then the buffers, in the module's own order; tied ones are one entry."""
+    found: dict[int, ModuleTensor] = {}
+    for kind in ("_parameters", "_buffers"):
+        for path, submodule in module.named_modules(remove_duplicate=False):
+            holder: dict[str, torch.Tensor | None] = getattr(submodule, kind)
+            for key, tensor in holder.items():
+                if tensor is None:
+                    continue
+                name = f"{path}.{key}" if path else key
+                if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+                    raise TraceError(f"{name} is not initialized", hint="call the lazy module once before compiling it")
+                persistent = key not in submodule._non_persistent_buffers_set
+                old = found.get(id(tensor))
+                names = (*old.names, name) if old else (name,)
+                places = (*(old.places if old else ()), (holder, key))
+                found[id(tensor)] = ModuleTensor(tensor, names, kind == "_parameters", persistent, places)
+    return sorted(found.values(), key=lambda tensor: not tensor.is_parameter)
+
+
+def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, *, parameter: bool) -> torch.Tensor:
+    """A fake tensor on the CPU with the shape, strides and dtype of ``tensor``."""
+    with mode, torch.no_grad():
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if parameter:
+        return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def source_value(tensor: ModuleTensor, names: Namer) -> IRValue:
+    """The graph value of a parameter or buffer."""
+    return IRValue(
+        names.unique(tensor.names[0]),
+        tuple(tensor.original.shape),
+        tensor.original.dtype,
+        tensor.original.requires_grad,
+        ValueKind.PARAMETER if tensor.is_parameter else ValueKind.BUFFER,
+        fqn=tensor.names[0],
+        aliases=tensor.names[1:],
+        persistent=tensor.persistent,
+    )
+
+
+@contextmanager
+def unchanged(module: torch.nn.Module) -> Iterator[None]:
+    """Restore the attributes of every submodule on exit, the contents of their lists, dicts and sets included."""
+    saved = [(submodule, dict(submodule.__dict__)) for submodule in module.modules()]
+    contents = [(value, value.copy()) for _, attributes in saved for value in attributes.values() if isinstance(value, list | dict | set)]
+    try:
+        yield
+    finally:
+        for container, copy in contents:
+            if isinstance(container, list):
+                container[:] = copy
+            else:
+                container.clear()
+                container.update(copy)
+        for submodule, attributes in saved:
+            submodule.__dict__.clear()
+            submodule.__dict__.update(attributes)

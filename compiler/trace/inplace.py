@@ -1,0 +1,218 @@
+"""In-place operators as functional ones.
+
+A write to a tensor becomes a new value; a write to a view becomes a new value of what it views, up to the root; other
+views of the same root take their values anew when they are next read (:meth:`Recorder.current`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwright.compiler.ir.op import Arg, RankDevice
+from shardwright.compiler.ir.size import product
+from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.trace.recorder import Call, Recorder, TensorType, Variable
+from shardwright.runtime.errors import TraceError
+
+METADATA_CHANGES = {name: name[:-1] for name in ("t_", "transpose_", "squeeze_", "unsqueeze_", "swapaxes_", "swapdims_")}
+"""In-place operators that change shape and strides but no element: the tensor becomes a view of what it was."""
+
+_TRANSPOSES = {"transpose", "swapaxes", "swapdims"}
+_RESHAPES = {"view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel", "_unsafe_view"}
+_IDENTITIES = {"detach", "data", "alias", "contiguous", "to", "float", "double", "type_as", "dropout", "Identity", "expand_as", "clone"}
+
+
+def functional_form(function: Any, name: str) -> Callable[..., Any] | None:
+    """The function that computes what an in-place method writes: ``Tensor.add`` for ``Tensor.add_``."""
+    if not name.endswith("_") or name.endswith("__"):
+        return None
+    base = name[:-1]
+    if base in ("zero", "fill"):
+        return torch.zeros_like if base == "zero" else torch.full_like
+    if base in ("uniform", "normal", "bernoulli", "exponential", "random", "cauchy", "geometric", "log_normal"):
+        return getattr(torch.ops.aten, base)  # type: ignore[no-any-return]
+    for home in (torch.Tensor, torch, torch.nn.functional):
+        if hasattr(home, base):
+            return getattr(home, base)  # type: ignore[no-any-return]
+    return None
+
+
+def write(recorder: Recorder, variable: Variable, value: IRValue) -> None:
+    """Let ``variable`` hold ``value``, and everything it is a view of, accordingly.
+
+    Raises :class:`TraceError` for parameters, for tensors captured from outside, and for views with no known inverse.
+    """
+    root = variable.root
+    if root.value.kind is ValueKind.PARAMETER:
+        raise TraceError(
+            f"forward changes the parameter {root.value.fqn} in place",
+            where=recorder.where(),
+            why="parameters are changed by the optimizer only; the gradient and every rank's copy would be wrong",
+            hint="change a copy of it, or make it a buffer",
+        )
+    if root.value.name in recorder.captured:
+        raise TraceError(
+            f"forward changes the tensor {root.value.name} in place, which is neither parameter nor buffer",
+            where=recorder.where(),
+            why="the change would be lost between calls",
+            hint="make it a buffer with register_buffer()",
+        )
+    if variable.parent is not None:
+        assert variable.call is not None
+        whole = recorder.current(variable.parent)
+        write(recorder, variable.parent, _write_through(recorder, variable, whole, value))
+    else:
+        variable.version += 1
+    variable.value = value
+    variable.version = root.version
+
+
+def _write_through(recorder: Recorder, view: Variable, whole: IRValue, new: IRValue) -> IRValue:
+    """``whole`` with the elements that ``view`` shows replaced by ``new``."""
+    call = view.call
+    assert call is not None
+    like = TensorType(whole.shape, whole.dtype, whole.requires_grad or new.requires_grad)
+    name, args = call.name, call.args
+    if name in _IDENTITIES:
+        return new
+    if name in _RESHAPES:
+        return recorder.emit_one(torch.Tensor.reshape, like, new, whole.shape)
+    if name in _TRANSPOSES:
+        return recorder.emit_one(torch.Tensor.transpose, like, new, call.arg(1, "dim0"), call.arg(2, "dim1"))
+    if name in ("T", "t", "mT", "H", "mH", "permute"):
+        order = _permutation(call, whole.ndim)
+        inverse = tuple(order.index(dim) for dim in range(whole.ndim))
+        return recorder.emit_one(torch.Tensor.permute, like, new, inverse)
+    if name == "__getitem__":
+        return assign(recorder, whole, args[1], new)
+    if name == "select":
+        return recorder.emit_one(torch.select_scatter, like, whole, new, call.arg(1, "dim"), call.arg(2, "index"))
+    if name == "narrow":
+        dim, start, length = call.arg(1, "dim"), call.arg(2, "start"), call.arg(3, "length")
+        return recorder.emit_one(torch.slice_scatter, like, whole, new, dim, start, start + length)
+    if name in ("split", "chunk", "tensor_split", "split_with_sizes"):
+        dim = call.kwargs.get("dim", args[2] if len(args) > 2 else 0)
+        sizes = [sibling.value.shape[dim] for sibling in view.siblings]
+        start = sum(sizes[: view.index])
+        return recorder.emit_one(torch.slice_scatter, like, whole, new, dim, start, start + sizes[view.index])
+    if name == "unbind":
+        return recorder.emit_one(torch.select_scatter, like, whole, new, call.arg(1, "dim", 0), view.index)
+    if name == "diagonal":
+        rest = tuple(call.arg(i, key, default) for i, key, default in ((1, "offset", 0), (2, "dim1", 0), (3, "dim2", 1)))
+        return recorder.emit_one(torch.diagonal_scatter, like, whole, new, *rest)
+    raise TraceError(
+        f"an in-place operator changes a view made by {name}()",
+        where=recorder.where(),
+        why=f"there is no functional form of writing through {name}()",
+        hint="write to the tensor itself by indexing (x[...] = y), or use torch.where",
+    )
+
+
+def _permutation(call: Call, ndim: int) -> list[int]:
+    if call.name == "permute":
+        dims = call.kwargs.get("dims", call.args[1:])
+        dims = dims[0] if len(dims) == 1 and isinstance(dims[0], tuple) else dims
+        return [dim % ndim for dim in dims]
+    if call.name in ("mT", "mH"):
+        return [*range(ndim - 2), ndim - 1, ndim - 2]
+    return list(reversed(range(ndim)))
+
+
+def assign(recorder: Recorder, whole: IRValue, index: Arg, new: Arg) -> IRValue:
+    """``whole`` after ``whole[index] = new``."""
+    items = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(item, IRValue) for item in items):
+        return _assign_by_tensors(recorder, whole, items, new)
+    return _assign_basic(recorder, whole, _aligned(items, whole.ndim), 0, new)
+
+
+def _aligned(items: tuple[Arg, ...], ndim: int) -> tuple[Arg, ...]:
+    """The index without ``...`` and ``None``, one item per dim."""
+    given = [item for item in items if item is not None]
+    missing = ndim - sum(item is not Ellipsis for item in given)
+    if Ellipsis not in given:
+        given.append(Ellipsis)
+    position = given.index(Ellipsis)
+    return (*given[:position], *[slice(None)] * missing, *given[position + 1 :])
+
+
+def _assign_basic(recorder: Recorder, whole: IRValue, items: tuple[Arg, ...], dim: int, new: Arg) -> IRValue:
+    """Assign from dim ``dim`` on: what the first item takes out is assigned to by the rest, and put back."""
+    while items and items[0] == slice(None):
+        items, dim = items[1:], dim + 1
+    if not items:
+        return fitted(recorder, whole, new)
+    item, rest = items[0], items[1:]
+    size = whole.shape[dim]
+    if isinstance(item, slice):
+        start, stop, step = _bounds(item, size)
+        length = -((start - stop) // step) if step != 1 else stop - start
+        shape, shift = (*whole.shape[:dim], length, *whole.shape[dim + 1 :]), 1
+        scatter = (torch.slice_scatter, (dim, start, stop, step) if step != 1 else (dim, start, stop))
+        take: tuple[Any, tuple[Arg, ...]] = (torch.Tensor.__getitem__, ((*[slice(None)] * dim, item),))
+    else:
+        shape, shift = (*whole.shape[:dim], *whole.shape[dim + 1 :]), 0
+        scatter, take = (torch.select_scatter, (dim, item)), (torch.Tensor.select, (dim, item))
+    part_type = TensorType(shape, whole.dtype, whole.requires_grad)
+    if all(other == slice(None) for other in rest):
+        part = fitted(recorder, part_type, new)  # the old part is overwritten as a whole: no need to read it
+    else:
+        part = _assign_basic(recorder, recorder.emit_one(take[0], part_type, whole, *take[1]), rest, dim + shift, new)
+    like = TensorType(whole.shape, whole.dtype, whole.requires_grad or part.requires_grad)
+    return recorder.emit_one(scatter[0], like, whole, part, *scatter[1])
+
+
+def _bounds(item: slice, size: Any) -> tuple[Any, Any, Any]:
+    if all(bound is None or isinstance(bound, int) for bound in (item.start, item.stop, item.step, size)):
+        return item.indices(size)
+    start = 0 if item.start is None else item.start
+    stop = size if item.stop is None else item.stop
+    return (start + size if start < 0 else start), (stop + size if stop < 0 else stop), item.step or 1
+
+
+def fitted(recorder: Recorder, like: IRValue | TensorType, new: Arg) -> IRValue:
+    """What a copy of ``new`` holds: ``new`` with the dtype and shape of ``like``; a number becomes a full tensor."""
+    shape, dtype = tuple(like.shape), like.dtype
+    if not isinstance(new, IRValue):
+        return recorder.emit_one(torch.full, TensorType(shape, dtype, False), shape, new, dtype=dtype, device=RankDevice())
+    value = new
+    if value.dtype != dtype:
+        value = recorder.emit_one(torch.Tensor.to, TensorType(value.shape, dtype, value.requires_grad), value, dtype)
+    if value.shape != shape:
+        if value.ndim > len(shape):  # leading dims of size 1
+            cut = value.shape[value.ndim - len(shape) :]
+            value = recorder.emit_one(torch.Tensor.reshape, TensorType(cut, dtype, value.requires_grad), value, cut)
+        if value.shape != shape:
+            value = recorder.emit_one(torch.Tensor.expand, TensorType(shape, dtype, value.requires_grad), value, *shape)
+    return value
+
+
+def _assign_by_tensors(recorder: Recorder, whole: IRValue, items: tuple[Arg, ...], new: Arg) -> IRValue:
+    requires_grad = whole.requires_grad or isinstance(new, IRValue) and new.requires_grad
+    like = TensorType(whole.shape, whole.dtype, requires_grad)
+    mask = items[0]
+    scalar = not isinstance(new, IRValue) or product(new.shape) == 1
+    if len(items) == 1 and isinstance(mask, IRValue) and mask.dtype == torch.bool and scalar:
+        if mask.ndim < whole.ndim:
+            shape = (*mask.shape, *[1] * (whole.ndim - mask.ndim))
+            mask = recorder.emit_one(torch.Tensor.reshape, TensorType(shape, mask.dtype, False), mask, shape)
+        if isinstance(new, IRValue) and new.ndim:
+            new = recorder.emit_one(torch.Tensor.reshape, TensorType((), new.dtype, new.requires_grad), new, ())
+        return recorder.emit_one(torch.Tensor.masked_fill, like, whole, mask, new)
+    value = new if isinstance(new, IRValue) else fitted(recorder, TensorType((), whole.dtype, False), new)
+    if value.dtype != whole.dtype:
+        value = recorder.emit_one(torch.Tensor.to, TensorType(value.shape, whole.dtype, value.requires_grad), value, whole.dtype)
+    if all(isinstance(item, IRValue) for item in items):
+        return recorder.emit_one(torch.Tensor.index_put, like, whole, items, value)
+    if all(isinstance(item, IRValue) or item == slice(None) for item in items):
+        indices = tuple(item if isinstance(item, IRValue) else None for item in items)
+        return recorder.emit_one(torch.ops.aten.index_put, like, whole, indices, value)
+    raise TraceError(
+        "an assignment mixes tensors with numbers or parts of dims in its index",
+        where=recorder.where(),
+        why="it has no functional form",
+        hint="use torch.where, index_copy, scatter, or tensors for all dims",
+    )

@@ -1,0 +1,116 @@
+"""What torch must do differently while a trace runs; everything is put back afterwards.
+
+Most calls reach the tracer through torch's function dispatch. These do not: ``autograd.Function.apply``, activation
+checkpointing, scripted functions, compiled functions, and checks of values.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as checkpointing
+
+from shardwright.compiler.trace.scope import Scope
+from shardwright.runtime.errors import TraceError
+
+
+@contextmanager
+def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
+    """``owner.name`` is ``new`` for a while."""
+    own = name in vars(owner)
+    old = vars(owner).get(name)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, old)
+        else:
+            delattr(owner, name)
+
+
+@contextmanager
+def patched(scope: Scope, apply_function: Callable[..., Any], note_training: Callable[[], None]) -> Iterator[None]:
+    """All patches. ``apply_function(cls, original, args, kwargs)`` records ``cls.apply``; ``note_training`` is called when
+    a module reads ``self.training``."""
+    with ExitStack() as stack:
+        stack.enter_context(_functions_applied_by(apply_function))
+        stack.enter_context(_checkpoints_traced_through(scope))
+        stack.enter_context(_scripts_inlined())
+        stack.enter_context(_training_watched(note_training))
+        if hasattr(torch, "_check_tensor_all_with"):  # a check of values: nothing to check, nothing to compute
+            stack.enter_context(replaced(torch, "_check_tensor_all_with", lambda *args, **kwargs: None))
+        if "torch._dynamo" in sys.modules:  # compiled functions run as the Python they were made from
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+@contextmanager
+def _functions_applied_by(apply_function: Callable[..., Any]) -> Iterator[None]:
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return apply_function(cls, original.__get__(None, cls), args, kwargs)
+
+    with replaced(torch.autograd.Function, "apply", classmethod(apply)):
+        yield
+
+
+@contextmanager
+def _checkpoints_traced_through(scope: Scope) -> Iterator[None]:
+    """Both modes of ``torch.utils.checkpoint`` just run the function, in a recompute region."""
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+            with scope.recompute():
+                return function(*args)
+
+    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with scope.recompute():
+            yield
+
+    with (
+        replaced(checkpointing, "CheckpointFunction", Reentrant),
+        replaced(checkpointing, "_checkpoint_without_reentrant_generator", generator),
+    ):
+        yield
+
+
+@contextmanager
+def _scripts_inlined() -> Iterator[None]:
+    """Scripted functions run as the Python they were made from."""
+    call = torch.jit.ScriptFunction.__call__
+
+    def inlined(self: Any, *args: Any, **kwargs: Any) -> Any:
+        python = getattr(self, "_torchdynamo_inline", None)
+        if python is None:
+            raise TraceError(
+                f"the scripted function {getattr(self, 'name', '')} cannot be traced",
+                why="its Python source is not attached (it was loaded or traced, not made by torch.jit.script)",
+                hint="call the Python function it was made from",
+            )
+        return python(*args, **kwargs)
+
+    with replaced(torch.jit.ScriptFunction, "__call__", inlined):
+        yield
+    assert torch.jit.ScriptFunction.__call__ is call
+
+
+@contextmanager
+def _training_watched(note_training: Callable[[], None]) -> Iterator[None]:
+    """A property in front of the attribute ``training`` that every module keeps."""
+
+    def read(module: torch.nn.Module) -> bool:
+        note_training()
+        return bool(module.__dict__["training"])
+
+    def store(module: torch.nn.Module, training: bool) -> None:
+        module.__dict__["training"] = training
+
+    with replaced(torch.nn.Module, "training", property(read, store)):
+        yield

@@ -1,0 +1,226 @@
+"""The graph under construction: which value each tensor stands for, and the operators so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from shardwright.compiler.ir.op import Arg, IROp, RankDevice
+from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.trace.dynamic import Dynamic
+from shardwright.compiler.trace.naming import Namer
+from shardwright.compiler.trace.normalise import bind
+from shardwright.compiler.trace.source import assigned_names, location_of, user_frame
+from shardwright.runtime.errors import TraceError
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """What an operator's result looks like."""
+
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorType:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A recorded call as the user made it, with graph values in the place of tensors."""
+
+    function: Callable[..., Any]
+    name: str
+    args: tuple[Arg, ...]
+    kwargs: Mapping[str, Arg]
+
+    def arg(self, position: int, name: str, default: Arg = None) -> Arg:
+        """An argument by position, or by name."""
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
+
+@dataclass(eq=False, slots=True)
+class Variable:
+    """What one tensor object of the running model holds now.
+
+    A view knows its ``parent`` and the ``call`` (which result, ``index``) that made it. ``version`` counts the writes to
+    the root; a view whose version is behind takes its value from the root anew.
+    """
+
+    value: IRValue
+    parent: Variable | None = None
+    call: Call | None = None
+    index: int = 0
+    version: int = 0
+    siblings: list[Variable] = field(default_factory=list)  # all results of the same call
+
+    @property
+    def root(self) -> Variable:
+        variable = self
+        while variable.parent is not None:
+            variable = variable.parent
+        return variable
+
+
+class ModuleScope(Protocol):
+    """Tells which module runs, and in which recompute region."""
+
+    path: str
+    type_name: str
+    is_leaf: bool  # a module of torch itself: its name is the best name for what it computes
+    region: str | None
+
+
+class Recorder:
+    """Collects operators; tensors are known by identity and kept alive for that."""
+
+    def __init__(self, scope: ModuleScope, dynamic: Dynamic) -> None:
+        self.scope = scope
+        self.dynamic = dynamic
+        self.names = Namer()
+        self.ops: list[IROp] = []
+        self.op_names = Namer()
+        self.constants: list[tuple[IRValue, torch.Tensor]] = []
+        self.variables: dict[int, Variable] = {}
+        self.captured: set[str] = set()  # constants that belong to somebody outside of forward
+        self._kept: list[Any] = []
+        self.make_constant: Callable[[torch.Tensor], torch.Tensor] | None = None  # set by the tracer
+
+    # values of tensors
+
+    def bind_source(self, tensor: torch.Tensor, value: IRValue) -> None:
+        """Let ``tensor`` stand for a value that no operator makes."""
+        self.bind(tensor, Variable(value))
+
+    def bind(self, tensor: torch.Tensor, variable: Variable) -> None:
+        self.variables[id(tensor)] = variable
+        self.keep(tensor)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keep ``tensor`` alive, so that no other object gets its identity."""
+        self._kept.append(tensor)
+
+    def variable(self, tensor: torch.Tensor) -> Variable:
+        """What ``tensor`` stands for. A tensor that was never seen is a constant the model captured."""
+        variable = self.variables.get(id(tensor))
+        if variable is None:
+            assert self.make_constant is not None
+            variable = self.variables[id(self.make_constant(tensor))]
+        return variable
+
+    def value(self, tensor: torch.Tensor) -> IRValue:
+        """The value ``tensor`` holds now."""
+        return self.current(self.variable(tensor))
+
+    def current(self, variable: Variable) -> IRValue:
+        """The value of a variable, taken from its root anew where that was written to since."""
+        root = variable.root
+        if variable.version != root.version:
+            assert variable.parent is not None and variable.call is not None
+            call = replace(variable.call, args=(self.current(variable.parent), *variable.call.args[1:]))
+            values = self.emit(call, [TensorType(v.value.shape, v.value.dtype, v.value.requires_grad) for v in variable.siblings])
+            for sibling, value in zip(variable.siblings, values, strict=True):
+                sibling.value, sibling.version = value, root.version
+        return variable.value
+
+    # operators
+
+    def emit(self, call: Call, results: Iterable[TensorType], *, label: str | None = None) -> list[IRValue]:
+        """Append the canonical operator for ``call``; the values of its results."""
+        frame = user_frame()
+        bound = bind(call.function, call.args, call.kwargs, where=self.where(frame))
+        values = self._name_results(list(results), label or bound.name, frame)
+        self.ops.append(
+            IROp(
+                name=self.op_names.unique(values[0].name if values else bound.name),
+                target=bound.target,
+                args=bound.args,
+                results=tuple(values),
+                module_path=self.scope.path,
+                module_type=self.scope.type_name,
+                source=location_of(frame),
+                region=self.scope.region,
+                autocast=autocast_dtype(),
+                grad_enabled=torch.is_grad_enabled(),
+            )
+        )
+        return values
+
+    def emit_one(self, function: Callable[..., Any], like: IRValue | TensorType, *args: Arg, **kwargs: Arg) -> IRValue:
+        """Append a call of ``function`` that has one result, shaped as ``like``."""
+        result = TensorType(like.shape, like.dtype, like.requires_grad)
+        return self.emit(Call(function, getattr(function, "__name__", ""), args, kwargs), [result])[0]
+
+    def _name_results(self, results: list[TensorType], word: str, frame: FrameType | None) -> list[IRValue]:
+        scope, assigned = self.scope.path, assigned_names(frame)
+        if self.scope.is_leaf and scope:
+            labels = [scope] * len(results)
+        elif len(assigned) == len(results) > 1 or (len(assigned) == 1 == len(results)):
+            labels = [f"{scope}.{name}" for name in assigned]
+        else:
+            labels = [f"{scope}.{assigned[0] if len(assigned) == 1 else word}"] * len(results)
+        return [
+            IRValue(
+                self.names.unique(label),
+                tuple(self.dynamic.size(size) for size in result.shape),
+                result.dtype,
+                result.requires_grad,
+                ValueKind.ACTIVATION,
+            )
+            for label, result in zip(labels, results, strict=True)
+        ]
+
+    # arguments
+
+    def arg(self, arg: Any) -> Arg:
+        """An argument of a call of the running model as an argument of the graph."""
+        if isinstance(arg, torch.Tensor):
+            return self.value(arg)
+        if arg is None or isinstance(arg, bool | int | float | complex | str | torch.dtype | RankDevice | IRValue):
+            return arg
+        if isinstance(arg, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return self.dynamic.size(arg)
+        if isinstance(arg, tuple | list):
+            return tuple(self.arg(item) for item in arg)
+        if isinstance(arg, slice):
+            return slice(self.arg(arg.start), self.arg(arg.stop), self.arg(arg.step))
+        if isinstance(arg, torch.device):
+            return RankDevice()
+        if isinstance(arg, np.ndarray):
+            assert self.make_constant is not None
+            return self.value(self.make_constant(torch.from_numpy(arg)))
+        if isinstance(arg, np.generic):
+            return arg.item()
+        if isinstance(arg, range):
+            return tuple(arg)
+        if arg is Ellipsis or isinstance(arg, torch.memory_format | torch.layout) or callable(arg):
+            return arg
+        raise TraceError(
+            f"an operator got an argument of type {type(arg).__name__}, which a graph cannot hold",
+            where=self.where(),
+            hint="pass tensors, numbers, strings, dtypes and tuples of these",
+        )
+
+    # errors
+
+    def where(self, frame: FrameType | None = None) -> str:
+        """The user's file and line that runs now, and the module it runs for."""
+        location = location_of(frame or user_frame())
+        module = f"{self.scope.path or '(root)'} ({self.scope.type_name})"
+        return f"{location} in {module}" if location else module
+
+
+def autocast_dtype() -> torch.dtype | None:
+    """The dtype of the autocast region that runs now, whichever device type it names."""
+    for device_type in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device_type):
+            return torch.get_autocast_dtype(device_type)
+    return None
+

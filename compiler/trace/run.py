@@ -1,0 +1,155 @@
+"""One run of ``forward`` under the tracer: a module in one mode gives one graph."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardwright.compiler.ir.graph import DynamicDim, IRGraph
+from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.trace.arguments import Arguments
+from shardwright.compiler.trace.constants import Constants
+from shardwright.compiler.trace.dynamic import Dynamic
+from shardwright.compiler.trace.fakes import ModuleTensor, fake_like, module_tensors, source_value, unchanged
+from shardwright.compiler.trace.patches import patched
+from shardwright.compiler.trace.recorder import Recorder, Variable
+from shardwright.compiler.trace.scope import Scope
+from shardwright.compiler.trace.source import location_of_error
+from shardwright.compiler.trace.structure import input_tree, output_tree
+from shardwright.compiler.trace.tracer import Tracer
+from shardwright.runtime import structure
+from shardwright.runtime.errors import ShardwrightError, TraceError
+
+DynamicDims = Mapping[str, Mapping[int, str]]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A graph, and whether its making depended on ``self.training``."""
+
+    graph: IRGraph
+    reads_training: bool
+
+
+def run_once(module: torch.nn.Module, arguments: Arguments, dynamic_dims: DynamicDims, name: str, *, training: bool) -> Traced:
+    """Trace ``module`` in training or eval mode; the module is left as it was."""
+    with unchanged(module):
+        module.train(training)
+        return _Run(module, arguments, dynamic_dims, name).trace()
+
+
+class _Run:
+    def __init__(self, module: torch.nn.Module, arguments: Arguments, dynamic_dims: DynamicDims, name: str) -> None:
+        self.module, self.arguments, self.name = module, arguments, name
+        self.dynamic = Dynamic(dynamic_dims, arguments.tensor_shapes())
+        self.scope = Scope(module)
+        self.recorder = Recorder(self.scope, self.dynamic)
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self.dynamic.env)
+        self.constants = Constants(self.recorder, self.mode, module)
+        self.recorder.make_constant = self.constants.fake
+        self.sources: list[tuple[ModuleTensor, torch.Tensor, IRValue]] = []
+        self.inputs: dict[str, IRValue] = {}
+        self._input_variables: dict[str, tuple[IRValue, Variable]] = {}
+        self.reads_training = False
+
+    def trace(self) -> Traced:
+        arguments = {name: structure.map_leaves(value, self._fake_input, name) for name, value in self.arguments.given}
+        self._place_fakes()
+        signature = tuple((name, input_tree(self.recorder, value)) for name, value in arguments.items())
+        result = self._run_forward(arguments)
+        self.dynamic.check()
+        graph = IRGraph(
+            name=self.name,
+            inputs=tuple(self.inputs.values()),
+            parameters=tuple(value for tensor, _, value in self.sources if tensor.is_parameter),
+            buffers=tuple(value for tensor, _, value in self.sources if not tensor.is_parameter),
+            output=output_tree(self.recorder, result),
+            buffer_updates=tuple(self._buffer_updates()),
+            ops=tuple(self.recorder.ops),
+            signature=signature,
+            defaults=self.arguments.defaults,
+            constants=tuple(self.recorder.constants),
+            dynamic_dims=tuple(DynamicDim(self.inputs[p].name, dim, name) for p, dim, name in self.dynamic.all_dims()),
+            conditions=self.dynamic.conditions(),
+            module_types={path: type(module).__name__ for path, module in self.module.named_modules(remove_duplicate=False)},
+        )
+        self._warn_written_inputs()
+        return Traced(graph, self.reads_training)
+
+    # sources
+
+    def _fake_input(self, path: str, leaf: Any) -> Any:
+        """What ``forward`` gets for a leaf of the arguments: a fake for a tensor, anything else as it is."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        differentiable = leaf.is_floating_point() or leaf.is_complex()
+        with self.mode:
+            fake = torch.empty(self.dynamic.shape(path, leaf.shape), dtype=leaf.dtype, device="cpu")
+            if differentiable:  # not a leaf of autograd: forward may change it in place
+                fake = fake.requires_grad_().clone()
+        shape = tuple(self.dynamic.size(size) for size in fake.shape)
+        value = IRValue(self.recorder.names.unique(path), shape, leaf.dtype, differentiable, ValueKind.INPUT)
+        self.recorder.bind_source(fake, value)
+        self.inputs[path] = value
+        self._input_variables[path] = (value, self.recorder.variables[id(fake)])
+        return fake
+
+    def _place_fakes(self) -> None:
+        for tensor in module_tensors(self.module):
+            fake = fake_like(self.mode, tensor.original, parameter=tensor.is_parameter)
+            value = source_value(tensor, self.recorder.names)
+            self.recorder.bind_source(fake, value)
+            self.sources.append((tensor, fake, value))
+            for holder, key in tensor.places:
+                holder[key] = fake
+
+    # forward
+
+    def _run_forward(self, arguments: dict[str, Any]) -> Any:
+        tracer = Tracer(self.recorder, self.constants)
+
+        def note_training() -> None:
+            self.reads_training = True
+
+        try:
+            with torch.enable_grad(), self.mode, patched(self.scope, tracer.apply_function, note_training), self.scope.followed(), tracer:
+                return self.module(**arguments)
+        except ShardwrightError:
+            raise
+        except Exception as error:
+            location = location_of_error(error)
+            raise TraceError(
+                f"forward of {type(self.module).__name__} failed while it was traced: {type(error).__name__}: {error}",
+                where=str(location) if location else None,
+                hint="call the module with the dummy arguments to see whether it runs by itself",
+            ) from error
+
+    # effects
+
+    def _buffer_updates(self) -> Iterator[tuple[IRValue, IRValue]]:
+        """Buffers that hold another value after the call."""
+        for tensor, fake, value in self.sources:
+            holder, key = tensor.places[0]
+            now = holder.get(key)
+            if tensor.is_parameter:
+                if now is not fake:
+                    raise TraceError(f"forward replaces the parameter {tensor.names[0]}", hint="parameters are changed by the optimizer only")
+                continue
+            if now is None:
+                raise TraceError(f"forward removes the buffer {tensor.names[0]}", hint="keep it, and change its contents")
+            after = self.recorder.value(now)
+            if after.name != value.name:
+                yield value, after
+
+    def _warn_written_inputs(self) -> None:
+        written = [value.name for path, (value, variable) in self._input_variables.items() if variable.version]
+        if written:
+            warnings.warn(
+                f"forward changes its arguments in place: {', '.join(written)}; the compiled module leaves the caller's tensors as they are",
+                stacklevel=4,
+            )

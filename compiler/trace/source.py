@@ -1,0 +1,82 @@
+"""Where in the user's code an operator was called, and what the result was assigned to."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import os
+import sys
+from types import CodeType, FrameType
+
+import torch
+
+from shardwright.compiler.ir.value import SourceLocation
+
+_SKIPPED = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, "<")
+
+
+def user_frame() -> FrameType | None:
+    """The innermost frame that belongs neither to torch nor to the tracer."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
+        frame = frame.f_back
+    return frame
+
+
+def location_of(frame: FrameType | None) -> SourceLocation | None:
+    return SourceLocation(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else None
+
+
+def user_location() -> SourceLocation | None:
+    """The line of user code that runs now."""
+    return location_of(user_frame())
+
+
+def location_of_error(error: BaseException) -> SourceLocation | None:
+    """The innermost line of user code that ``error`` came through."""
+    found, traceback = None, error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if not code.co_filename.startswith(_SKIPPED):
+            found = SourceLocation(code.co_filename, traceback.tb_lineno, code.co_name)
+        traceback = traceback.tb_next
+    return found
+
+
+def assigned_names(frame: FrameType | None) -> tuple[str, ...]:
+    """The local variables that receive the result of the call ``frame`` is in, as far as the next instruction tells.
+
+    ``q, k, v = x.split(n)`` gives all three; anything but a plain assignment gives none.
+    """
+    return _assigned_names(frame.f_code, frame.f_lasti) if frame else ()
+
+
+@functools.lru_cache(maxsize=65536)
+def _assigned_names(code: CodeType, offset: int) -> tuple[str, ...]:
+    following = _instructions_after(code, offset)
+    if not following:
+        return ()
+    wanted = 1
+    if following[0].opname == "UNPACK_SEQUENCE":
+        wanted, following = int(following[0].arg or 0), following[1:]
+    names: list[str] = []
+    for instruction in following:
+        if len(names) >= wanted or not instruction.opname.startswith("STORE_FAST"):
+            break
+        value = instruction.argval  # a pair for the joined instructions of Python 3.13
+        stores = value if isinstance(value, tuple) else (value,)
+        names += stores[:1] if "LOAD" in instruction.opname else stores
+    return tuple(names[:wanted]) if len(names) >= wanted else ()
+
+
+def _instructions_after(code: CodeType, offset: int) -> list[dis.Instruction]:
+    """The instructions behind the one at ``offset``."""
+    instructions, index = _disassemble(code)
+    position = index.get(offset)
+    return [] if position is None else list(instructions[position + 1 : position + 10])
+
+
+@functools.lru_cache(maxsize=4096)
+def _disassemble(code: CodeType) -> tuple[tuple[dis.Instruction, ...], dict[int, int]]:
+    instructions = tuple(i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG"))
+    return instructions, {instruction.offset: position for position, instruction in enumerate(instructions)}

@@ -1,0 +1,314 @@
+"""The function mode that sees every torch call of a running model, and records it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
+from torch.overrides import TorchFunctionMode
+
+from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.ops import registry
+from shardwright.compiler.trace import inplace
+from shardwright.compiler.trace.callables import is_getter, plain_name
+from shardwright.compiler.trace.constants import Constants
+from shardwright.compiler.trace.normalise import on_rank_device
+from shardwright.compiler.trace.opening import opened
+from shardwright.compiler.trace.recorder import Call, Recorder, TensorType, Variable, autocast_dtype
+from shardwright.runtime.errors import ShardwrightError, TraceError
+
+opaque: dict[Callable[..., Any], str] = {}
+"""Functions kept as one operator although they have no entry in the registry, with a word for each."""
+
+_LITERALS = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
+_UNRECORDED = {"requires_grad_", "is_floating_point", "retain_grad", "__repr__", "__format__", "__str__", "__hash__", "__delete__"}
+_TENSOR_PROPERTIES = {"T", "mT", "H", "mH", "data", "real", "imag", "grad"}
+_VALUE_READERS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__", "is_nonzero"}
+_VALUE_READERS |= {"equal", "allclose", "__contains__", "nonzero", "unique", "unique_consecutive", "masked_select", "argwhere", "bincount"}
+_CASTS = {"to", "float", "double", "half", "bfloat16", "int", "long", "bool", "type", "type_as", "cpu", "cuda"}
+_GRADIENT_HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
+_STATISTICS = {"batch_norm", "instance_norm"}
+"""Operators that update their running statistics themselves when they run."""
+_DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+class Tracer(TorchFunctionMode):
+    """Runs each call on fake tensors and hands it to the recorder."""
+
+    def __init__(self, recorder: Recorder, constants: Constants) -> None:
+        super().__init__()
+        self._recorder, self._constants = recorder, constants
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = plain_name(func)
+        if is_getter(func) and name not in _TENSOR_PROPERTIES or name in _UNRECORDED:
+            return func(*args, **kwargs)
+        try:
+            return self._call(func, name, args, kwargs)
+        except ShardwrightError:
+            raise
+        except (*_DATA_DEPENDENT, UnsupportedOperatorException) as error:
+            raise self._untraceable(name, error) from error
+        except Exception as error:
+            if name in _VALUE_READERS:
+                raise self._untraceable(name, error) from error
+            raise
+
+    def _call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in _LITERALS and not _has_traced(args, kwargs):
+            return self._literal(func, args, kwargs)
+        if name in ("lift_fresh", "lift_fresh_copy"):
+            return self._constants.fake(args[0])
+        if name == "__set__":
+            return self._set_property(func, args)
+        if name in _GRADIENT_HOOKS:
+            raise self._error(f"forward calls {name}() on a tensor, which tracing would lose", "write it as a torch.autograd.Function")
+        if name in _VALUE_READERS and (real := self._real_values(args)) is not None:
+            return func(*real, **kwargs)
+        if isinstance(kwargs.get("out"), torch.Tensor):
+            result = self._call(func, name, args, {key: value for key, value in kwargs.items() if key != "out"})
+            return self._overwrite(torch.Tensor.copy_, "copy_", (kwargs["out"], result), {})
+        args, kwargs = self._on_fakes(args), {key: self._on_fakes(value) for key, value in kwargs.items()}
+        if name in ("__setitem__", "copy_"):
+            return self._overwrite(func, name, args, kwargs)
+        if (written := _inplace_flag(func, args, kwargs)) is not None:
+            return self._in_place(func, func, args, kwargs, *written)
+        if name in inplace.METADATA_CHANGES:
+            return self._reshaped_in_place(func, name, args, kwargs)
+        if (functional := inplace.functional_form(func, name)) is not None:
+            return self._in_place(func, functional, args, kwargs, args, kwargs)
+        if func not in opaque and registry.find(func) is None and (parts := opened(func)) is not None:
+            with self:
+                return parts(*args, **kwargs)
+        return self.record(func, name, args, kwargs)
+
+    # recording
+
+    def record(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any = None) -> Any:
+        """Run a call that changes none of its arguments, and record it if it makes tensors."""
+        recorder = self._recorder
+        inputs = list(_tensors((args, kwargs)))
+        versions = [tensor._version for tensor in inputs if not tensor.is_inference()]
+        out = self._run(run or func, args, kwargs)
+        results = list(_tensors(out))
+        found = registry.find(func)
+        changed = versions != [tensor._version for tensor in inputs if not tensor.is_inference()]
+        if changed and not (found and found[0].name in _STATISTICS or name in _STATISTICS):
+            hint = "use the form that returns a new tensor"
+            raise self._error(f"{name}() changes one of its arguments in place", hint, "its functional form is not known")
+        if not results or (name in _CASTS and any(results[0] is tensor for tensor in inputs)):
+            return out
+        if name == "cat" and (kept := _without_empty(args, kwargs)) is not None:
+            args, kwargs = kept
+            if len(args[0]) == 1:
+                recorder.bind(results[0], Variable(recorder.value(args[0][0])))
+                return out
+        out, results = _distinct(out, results, inputs)
+        kwargs = on_rank_device(func, kwargs, results[0].dtype)
+        if name == "__getitem__":
+            args = (args[0], self._index(args[1]))
+        call = Call(func, name, recorder.arg(tuple(args)), {key: recorder.arg(v) for key, v in kwargs.items()})
+        values = recorder.emit(call, [TensorType.of(result) for result in results])
+        self._bind(results, values, inputs, call)
+        return out
+
+    def _bind(self, results: list[torch.Tensor], values: list[IRValue], inputs: list[torch.Tensor], call: Call) -> None:
+        """Let the results stand for their values; a result that shares memory with the first input is a view of it."""
+        recorder = self._recorder
+        variables = [Variable(value) for value in values]
+        if inputs and call.args and isinstance(call.args[0], IRValue):
+            base = recorder.variable(inputs[0])
+            memory = inputs[0].untyped_storage()._cdata
+            for index, (result, variable) in enumerate(zip(results, variables, strict=True)):
+                if result.untyped_storage()._cdata == memory:
+                    variable.parent, variable.call, variable.index = base, call, index
+                    variable.version, variable.siblings = base.root.version, variables
+        for result, variable in zip(results, variables, strict=True):
+            recorder.bind(result, variable)
+
+    def _index(self, index: Any) -> Any:
+        """An index with tensors in the place of lists: in a graph, a list and a tuple are the same."""
+        if isinstance(index, tuple):
+            return tuple(self._index(item) for item in index)
+        return self._literal(torch.tensor, (index,), {}) if isinstance(index, list) else index
+
+    # in-place operators
+
+    def _in_place(
+        self, func: Any, functional: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pure_args: tuple[Any, ...], pure_kwargs: dict[str, Any]
+    ) -> Any:
+        """Record ``functional`` in the place of ``func``, which writes to its first argument."""
+        target, recorder = args[0] if args else kwargs["input"], self._recorder
+        fresh = self.record(functional, plain_name(functional), pure_args, pure_kwargs)
+        value = recorder.value(fresh)
+        value = inplace.fitted(recorder, TensorType(tuple(recorder.value(target).shape), target.dtype, value.requires_grad), value)
+        out = self._run(func, args, kwargs)
+        inplace.write(recorder, recorder.variable(target), value)
+        return out
+
+    def _reshaped_in_place(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``x.unsqueeze_(0)`` and the like: ``x`` becomes a view of what it was."""
+        view = getattr(torch.Tensor, inplace.METADATA_CHANGES[name])
+        variable = self._recorder.variable(self.record(view, plain_name(view), args, kwargs))
+        out = self._run(func, args, kwargs)
+        self._recorder.bind(args[0], variable)
+        return out
+
+    def _overwrite(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``x[index] = y`` and ``x.copy_(y)``."""
+        recorder = self._recorder
+        target, old = recorder.variable(args[0]), recorder.value(args[0])
+        if name == "copy_":
+            value = inplace.fitted(recorder, old, recorder.arg(args[1]))
+        else:
+            value = inplace.assign(recorder, old, recorder.arg(self._index(args[1])), recorder.arg(args[2]))
+        out = self._run(func, args, kwargs)
+        inplace.write(recorder, target, value)
+        return out
+
+    def _set_property(self, func: Any, args: tuple[Any, ...]) -> Any:
+        if plain_name(func) == "data":
+            raise self._error("forward assigns to x.data", "use x.copy_(y), or a new tensor")
+        return func(*args)
+
+    # constants
+
+    def _literal(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        if func is torch.Tensor.new_tensor:
+            kwargs.setdefault("dtype", args[0].dtype)
+            func, args = torch.tensor, args[1:]
+        kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
+        requires_grad = kwargs.pop("requires_grad", False)
+        return self._constants.literal(func, args, kwargs).requires_grad_(requires_grad)
+
+    def _real_values(self, args: tuple[Any, ...]) -> list[Any] | None:
+        """The arguments with real values in the place of fakes, if all of them are constants."""
+        real = [self._constants.real(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        known = all(new is not None or old is None for new, old in zip(real, args, strict=True))
+        return real if known else None
+
+    # running
+
+    def _on_fakes(self, arg: Any) -> Any:
+        """An argument with captured tensors as fakes, and every device the CPU."""
+        if isinstance(arg, FakeTensor):
+            return arg
+        if isinstance(arg, torch.Tensor):
+            if torch._C._functorch.is_functorch_wrapped_tensor(arg):
+                raise self._error(
+                    "forward uses torch.vmap or another torch.func transform",
+                    "write the batch dim out, or hide the call behind register_op",
+                    "operators under a transform are not seen as they run",
+                )
+            return self._constants.fake(arg)
+        if isinstance(arg, torch.device):
+            return torch.device("cpu")
+        if type(arg) in (tuple, list):
+            return type(arg)(self._on_fakes(item) for item in arg)
+        return arg
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        func = _FAKE_FORMS.get(func, func)
+        if isinstance(kwargs.get("device"), str):
+            kwargs = {**kwargs, "device": "cpu"}
+        dtype = autocast_dtype()
+        if dtype is not None and not torch.is_autocast_enabled("cpu"):  # a region for another device type
+            with torch.autocast("cpu", dtype=dtype):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def apply_function(self, cls: type, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record ``cls.apply(...)`` of an autograd Function as one operator."""
+        args = self._on_fakes(args)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with torch._C.DisableTorchFunction():
+                return original(*args, **kwargs)
+
+        target = cls if registry.find(cls) else original
+        return self.record(target, cls.__name__, args, kwargs, run=run)
+
+    # errors
+
+    def _error(self, what: str, hint: str, why: str | None = None) -> TraceError:
+        return TraceError(what, where=self._recorder.where(), why=why, hint=hint)
+
+    def _untraceable(self, name: str, error: Exception) -> TraceError:
+        if isinstance(error, UnsupportedOperatorException):
+            return self._error(f"{name}() has no rule for fake tensors", "hide the call behind register_op", str(error))
+        return self._error(
+            f"{name}() needs the values of a tensor while tracing",
+            "use torch.where or masking instead of branching on values, or put the code into a function and register_op it",
+            "the traced graph must be right for all inputs, and no values exist while tracing",
+        )
+
+
+def _tensors(arg: Any) -> Iterator[torch.Tensor]:
+    """The tensors in an argument or result, in order."""
+    if isinstance(arg, torch.Tensor):
+        yield arg
+    elif isinstance(arg, tuple | list):
+        for item in arg:
+            yield from _tensors(item)
+    elif isinstance(arg, dict):
+        for item in arg.values():
+            yield from _tensors(item)
+
+
+def _has_traced(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether something that exists only while tracing is among the arguments."""
+
+    def traced(arg: Any) -> bool:
+        if isinstance(arg, tuple | list):
+            return any(map(traced, arg))
+        return isinstance(arg, FakeTensor | torch.SymInt | torch.SymFloat)
+
+    return traced(args) or traced(tuple(kwargs.values()))
+
+
+def _inplace_flag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of ``F.relu(x, inplace=True)`` without the flag; ``None`` if it is not set."""
+    if kwargs.get("inplace"):
+        return args, {key: value for key, value in kwargs.items() if key != "inplace"}
+    if len(args) < 2 or args[-1] is not True or not inspect.isfunction(func):
+        return None
+    parameters = list(inspect.signature(func).parameters)
+    is_flag = len(parameters) >= len(args) and parameters[len(args) - 1] == "inplace"
+    return (args[:-1], kwargs) if is_flag else None
+
+
+def _without_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of ``torch.cat`` without empty one-dim tensors, which it ignores; ``None`` if there are none."""
+    tensors = args[0] if args else kwargs["tensors"]
+    kept = [tensor for tensor in tensors if tensor.ndim != 1 or tensor.shape[0] != 0]
+    if len(kept) == len(tensors) or not kept:
+        return None
+    return (kept, *args[1:]), {key: value for key, value in kwargs.items() if key != "tensors"}
+
+
+def _distinct(out: Any, results: list[torch.Tensor], inputs: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+    """The result as an object of its own where a call gave its argument back (``contiguous``, dropout in eval mode)."""
+    if not isinstance(out, torch.Tensor) or not any(out is tensor for tensor in inputs):
+        return out, results
+    with torch.set_grad_enabled(True):
+        out = torch.ops.aten.alias(out)
+    return out, [out]
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+    """The shape of a grouped product: torch's rule for fake tensors refuses float32, its CPU kernel does not."""
+    if offs is None or (a.ndim == 3 and b.ndim == 3):
+        return torch.bmm(a, b)
+    return a @ b[0] if b.ndim == 3 else torch.stack([a @ b] * offs.shape[0])
+
+
+_FAKE_FORMS = {getattr(home, name): _grouped_mm for home, name in ((torch.nn.functional, "grouped_mm"), (torch, "_grouped_mm")) if hasattr(home, name)}

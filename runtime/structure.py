@@ -1,0 +1,150 @@
+"""Nested Python structures around tensors: the arguments of ``forward``, and its result.
+
+The tracer takes structures apart with :func:`children`, generated code puts results together with :func:`rebuild` and
+takes arguments apart with :func:`flatten`; all three share one notion of what a container is:
+
+==================================  =====================================  ==========================================
+container                           children                               rebuilt by
+==================================  =====================================  ==========================================
+``tuple``, ``list``, ``dict``       items                                  the literal
+named tuple                         fields                                 ``cls(**fields)``
+dataclass (also ``ModelOutput``)    fields other than ``None``             ``cls(**fields)``, then fields without init
+other subclasses of ``dict``        items                                  ``cls(items)``
+any other object                    attributes (``__dict__``, ``__slots__``)  ``cls.__new__``, then its attributes
+==================================  =====================================  ==========================================
+
+Everything in :data:`LEAF_TYPES` is a leaf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import importlib
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+LEAF_TYPES = (
+    torch.Tensor,
+    torch.Size,
+    torch.SymInt,
+    torch.SymFloat,
+    torch.SymBool,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    slice,
+    range,
+    set,
+    frozenset,
+    type(Ellipsis),
+    type,
+    enum.Enum,
+    functools.partial,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.ModuleType,
+    torch.nn.Module,
+)
+
+
+def kind(obj: Any) -> str:
+    """``leaf``, ``tuple``, ``list``, ``dict`` or ``object``."""
+    if isinstance(obj, LEAF_TYPES):
+        return "leaf"
+    exact = {tuple: "tuple", list: "list", dict: "dict"}.get(type(obj))
+    return exact or "object"
+
+
+def children(obj: Any) -> tuple[tuple[Any, Any], ...]:
+    """``(key, child)`` of a container: indices, dict keys, or attribute names, in their own order."""
+    if _is_named_tuple(obj):
+        return tuple(zip(obj._fields, obj, strict=True))
+    if isinstance(obj, list | tuple):
+        return tuple(enumerate(obj))
+    if dataclasses.is_dataclass(obj):
+        fields = ((f.name, getattr(obj, f.name, None)) for f in dataclasses.fields(obj))
+        return tuple((name, value) for name, value in fields if value is not None)
+    if isinstance(obj, Mapping):
+        return tuple(obj.items())
+    slots = (name for cls in type(obj).__mro__ for name in _slots(cls) if hasattr(obj, name))
+    return (*((name, getattr(obj, name)) for name in slots), *getattr(obj, "__dict__", {}).items())
+
+
+def type_path(obj: Any) -> str:
+    """The import path of the class of ``obj``: ``package.module:Outer.Inner``."""
+    return f"{type(obj).__module__}:{type(obj).__qualname__}"
+
+
+def import_type(path: str) -> type:
+    """The class at an import path made by :func:`type_path`."""
+    module, _, qualname = path.partition(":")
+    return functools.reduce(getattr, qualname.split("."), importlib.import_module(module))  # type: ignore[arg-type,return-value]
+
+
+def rebuild(cls: type | str, fields: Mapping[Any, Any]) -> Any:
+    """An object of ``cls`` (or of the class at that import path) from the children that :func:`children` gave.
+
+    The constructor runs for named tuples, dataclasses and dicts only; other objects get their attributes back unseen.
+    """
+    cls = import_type(cls) if isinstance(cls, str) else cls
+    if issubclass(cls, tuple):
+        return cls(**fields)
+    if dataclasses.is_dataclass(cls):
+        init = {f.name for f in dataclasses.fields(cls) if f.init}
+        obj = cls(**{name: value for name, value in fields.items() if name in init})
+        for name in fields.keys() - init:
+            object.__setattr__(obj, name, fields[name])
+        return obj
+    if issubclass(cls, Mapping):
+        return cls(fields)  # type: ignore[call-arg]
+    obj = cls.__new__(cls)
+    for name, value in fields.items():
+        object.__setattr__(obj, name, value)
+    return obj
+
+
+def flatten(obj: Any, path: str = "") -> dict[str, Any]:
+    """Path to leaf, depth first; paths are like ``past_key_values.layers.0.keys``, and ``""`` for a lone leaf."""
+    if kind(obj) == "leaf":
+        return {path: obj}
+    leaves: dict[str, Any] = {}
+    for key, child in children(obj):
+        leaves.update(flatten(child, f"{path}.{key}" if path else str(key)))
+    return leaves
+
+
+def map_leaves(obj: Any, function: Callable[[str, Any], Any], path: str = "") -> Any:
+    """A copy of the structure with ``function(path, leaf)`` in the place of each leaf."""
+    form = kind(obj)
+    if form == "leaf":
+        return function(path, obj)
+    items = {key: map_leaves(child, function, f"{path}.{key}" if path else str(key)) for key, child in children(obj)}
+    if form == "dict":
+        return items
+    if form in ("list", "tuple"):
+        return (list if form == "list" else tuple)(items.values())
+    return rebuild(type(obj), items)
+
+
+def _is_named_tuple(obj: Any) -> bool:
+    return isinstance(obj, tuple) and hasattr(obj, "_fields")
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    slots = cls.__dict__.get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))

@@ -1,0 +1,110 @@
+"""Runs a graph on real tensors: what the tracer recorded, executed operator by operator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+import torch.nn.functional as F
+from torch.utils._sympy.printers import PythonPrinter
+
+from shardwright.compiler.ir.graph import IRGraph, Tree
+from shardwright.compiler.ir.op import IROp, RankDevice, WhenTraining, map_leaves
+from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.ops import registry
+from shardwright.compiler.trace.callables import resolve
+from shardwright.runtime import structure
+
+
+def run_graph(graph: IRGraph, module: torch.nn.Module, args: Mapping[str, Any]) -> Any:
+    """The result of ``graph`` for the parameters and buffers of ``module``, whose ``training`` flag is honoured.
+
+    Buffer updates are written to ``module``; gradients flow to its parameters.
+    """
+    if graph.eval_graph is not None and not module.training:
+        graph = graph.eval_graph
+    return _Run(graph, module).run(args)
+
+
+class _Run:
+    def __init__(self, graph: IRGraph, module: torch.nn.Module) -> None:
+        self.graph, self.module = graph, module
+        self.values: dict[str, Any] = {}
+        self.sizes: dict[sympy.Symbol, int] = {}
+
+    def run(self, args: Mapping[str, Any]) -> Any:
+        tensors = dict(self.module.named_parameters(remove_duplicate=False)) | dict(self.module.named_buffers(remove_duplicate=False))
+        for value in (*self.graph.parameters, *self.graph.buffers):
+            self.values[value.name] = tensors[value.fqn]
+        self.values.update({value.name: tensor for value, tensor in self.graph.constants})
+        for name, tree in self.graph.signature:
+            given = structure.flatten(args[name], name)
+            for path, leaf in tree.leaves():
+                if isinstance(leaf, IRValue):
+                    self.values[leaf.name] = given[f"{name}.{path}" if path else name]
+        for symbol, (value, dim) in self.graph.symbols().items():
+            self.sizes[sympy.Symbol(symbol, positive=True, integer=True)] = self.values[value.name].shape[dim]
+        for op in self.graph.ops:
+            if op.only_in is None or (op.only_in == "train") == self.module.training:
+                self._run_op(op)
+        result = self._tree(self.graph.output)
+        with torch.no_grad():
+            for before, after in self.graph.buffer_updates:
+                if after.name in self.values:
+                    self.values[before.name].copy_(self.values[after.name])
+        return result
+
+    def _run_op(self, op: IROp) -> None:
+        cast = torch.autocast("cpu", dtype=op.autocast) if op.autocast else contextlib.nullcontext()
+        with cast, torch.set_grad_enabled(op.grad_enabled and torch.is_grad_enabled()):
+            result = self._call(op)
+        tensors = [leaf for leaf in structure.flatten(result).values() if isinstance(leaf, torch.Tensor)]
+        assert len(tensors) == len(op.results), f"{op.name} gave {len(tensors)} tensors"
+        for value, tensor in zip(op.results, tensors, strict=True):
+            expected = tuple(self._leaf(size) for size in value.shape)
+            assert tuple(tensor.shape) == expected, f"{value.name}: {tuple(tensor.shape)} is not {expected} ({op.target})"
+            assert tensor.dtype == value.dtype, f"{value.name}: {tensor.dtype} is not {value.dtype} ({op.target})"
+            self.values[value.name] = tensor
+
+    def _call(self, op: IROp) -> Any:
+        args = {name: map_leaves(value, self._leaf) for name, value in op.args}
+        args = {name: self._leaf(value) if isinstance(value, WhenTraining) else value for name, value in args.items()}
+        opdef = registry.get(op.target)
+        if opdef is None:
+            positional = [value for name, value in args.items() if name.isdigit()]
+            return resolve(op.target)(*positional, **{name: value for name, value in args.items() if not name.isdigit()})
+        scope: dict[str, Any] = {"torch": torch, "F": F}
+        words: dict[str, Any] = {}
+        stars = {parameter.name for parameter in opdef.parameters if parameter.star}
+        for name, value in args.items():
+            if name in stars:
+                scope.update({f"{name}_{i}": item for i, item in enumerate(value)})
+                words[name] = tuple(f"{name}_{i}" for i in range(len(value)))
+            else:
+                scope[name], words[name] = value, name
+        return eval(opdef.write(words), scope)
+
+    def _leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, IRValue):
+            return self.values[leaf.name]
+        if isinstance(leaf, WhenTraining):
+            return map_leaves(leaf.train if self.module.training else leaf.eval, self._leaf)
+        if isinstance(leaf, RankDevice):
+            return torch.device("cpu")
+        if isinstance(leaf, sympy.Basic):
+            numbers = {symbol.name: size for symbol, size in self.sizes.items()}
+            return eval(PythonPrinter().doprint(leaf), {"math": __import__("math")}, numbers)
+        return leaf
+
+    def _tree(self, tree: Tree) -> Any:
+        if tree.kind == "leaf":
+            return self._leaf(tree.value) if not isinstance(tree.value, tuple) else map_leaves(tree.value, self._leaf)
+        items = {key: self._tree(child) for key, child in tree.children}
+        if tree.kind == "dict":
+            return items
+        if tree.kind in ("list", "tuple"):
+            return (list if tree.kind == "list" else tuple)(items.values())
+        return structure.rebuild(tree.type_path, items)

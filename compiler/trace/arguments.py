@@ -15,10 +15,11 @@ from shardwright.runtime.errors import TraceError, did_you_mean
 
 @dataclass(frozen=True)
 class Arguments:
-    """``given``: the dummy arguments in the order of the signature. ``defaults``: the absent ones."""
+    """``given``: the dummy arguments in the order of the signature. ``defaults``: the absent ones. ``order``: all names."""
 
     given: tuple[tuple[str, Any], ...]
     defaults: tuple[tuple[str, Any], ...]
+    order: tuple[str, ...] = ()
 
     def tensor_shapes(self) -> dict[str, torch.Size]:
         """Path to shape of every tensor among the arguments."""
@@ -55,4 +56,5 @@ def bind_arguments(module: torch.nn.Module, dummy_args: Mapping[str, Any]) -> Ar
         )
     order = [*(key for key in named if key in dummy_args), *(key for key in dummy_args if key not in named)]
     defaults = tuple((p.name, p.default) for p in parameters if p.name in named and p.name not in dummy_args)
-    return Arguments(tuple((key, dummy_args[key]) for key in order), defaults)
+    extra = [key for key in order if key not in named]
+    return Arguments(tuple((key, dummy_args[key]) for key in order), defaults, (*named, *extra))

@@ -73,6 +73,7 @@ class _Run:
             ops=tuple(self.recorder.ops),
             signature=signature,
             defaults=self.arguments.defaults,
+            argument_order=self.arguments.order,
             constants=tuple(self.recorder.constants),
             dynamic_dims=tuple(DynamicDim(self.inputs[p].name, dim, name) for p, dim, name in self.dynamic.all_dims()),
             conditions=self.dynamic.conditions(),

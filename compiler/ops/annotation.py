@@ -121,7 +121,9 @@ class _Parser:
 
     def expect(self, kind: str, meaning: str) -> _Token:
         if self.token.kind != kind:
-            raise _SyntaxError(f"expected {meaning}" + (f", found {self.token.text!r}" if self.token.text else ""), self.token.span)
+            raise _SyntaxError(
+                f"expected {meaning}" + (f", found {self.token.text!r}" if self.token.text else ""), self.token.span
+            )
         return self.next()
 
     def annotation(self) -> Annotation:
@@ -150,7 +152,9 @@ class _Parser:
         while not (self.token.kind == "end" or self.token.text in (",", "->")):
             dims.append(self.dim())
         if sum(isinstance(dim, Star) for dim in dims) > 1:
-            raise _SyntaxError("'*' stands twice in one term", dims[-1].span if isinstance(dims[-1], Star) else (start, start + 1))
+            raise _SyntaxError(
+                "'*' stands twice in one term", dims[-1].span if isinstance(dims[-1], Star) else (start, start + 1)
+            )
         return Term(tuple(dims), (start, max(start + 1, self.tokens[self.index - 1].span[1])))
 
     def dim(self) -> tuple[Name, ...] | Star:
@@ -301,7 +305,10 @@ class _Fit:
                 continue
             here = value.ndim - (len(term.dims) - 1)
             if here < 0 or (count is not None and here != count):
-                self.fail(f"'*' stands for {here} dims of {value.name}" + (f", but for {count} elsewhere" if here >= 0 else ""), star.span)
+                self.fail(
+                    f"'*' stands for {here} dims of {value.name}" + (f", but for {count} elsewhere" if here >= 0 else ""),
+                    star.span,
+                )
             count = here
         return count
 
@@ -332,7 +339,9 @@ class _Fit:
             seen: set[str] = set()
             for name in _names([tensor]):
                 if name.name in seen and kinds[name.name] is not FactorKind.FROZEN:
-                    self.fail(f"{name.name} stands twice in {tensor[2]}", name.span, f"mark it {name.name}^, or name one of them anew")
+                    self.fail(
+                        f"{name.name} stands twice in {tensor[2]}", name.span, f"mark it {name.name}^, or name one of them anew"
+                    )
                 seen.add(name.name)
         in_results = [{name.name for name in _names([result])} for result in results]
         for name in _names(tensors):
@@ -359,7 +368,9 @@ class _Fit:
             if len(waiting) == len(dims):
                 unknown = [name for name in waiting[0][0] if name.name not in sizes]
                 hint = f"give sizes, as in ({unknown[0].name}=12 {unknown[-1].name})"
-                self.fail(f"the sizes of {' and '.join(n.name for n in unknown)} do not follow from the shapes", unknown[0].span, hint)
+                self.fail(
+                    f"the sizes of {' and '.join(n.name for n in unknown)} do not follow from the shapes", unknown[0].span, hint
+                )
             dims = waiting
         return {name.name: sizes[name.name] for name in _names(tensors)}
 
@@ -427,5 +438,3 @@ def _refs(dims: tuple[tuple[Name, ...], ...], kept: set[str]) -> TensorRefs:
 
 def _shape(value: IRValue) -> str:
     return f"[{', '.join(map(str, value.shape))}]"
-
-

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from shardwright.compiler.ir.op import Arg, IROp, RankRng, WhenTraining
 from shardwright.compiler.ir.size import Size, is_static, product
 from shardwright.compiler.ops import registry
-from shardwright.compiler.ops.rule import DimRefs, LocalSizes, ParallelFactor, ParallelForm, TensorRefs
+from shardwright.compiler.ops.rule import DimRefs, FactorKind, LocalSizes, OpRule, ParallelFactor, ParallelForm, TensorRefs
 from shardwright.runtime.errors import InternalError
 from shardwright.runtime.layout import Atom, Layout
 
@@ -36,9 +37,7 @@ def broadcast(shapes: Sequence[Sequence[Size]], prefix: str = "b", mark: str = "
         for dim, size in enumerate(shape, start=ndim - len(shape)):
             whole[dim] = size if whole[dim] == 1 else whole[dim]
     result = [f"{prefix}{dim}{mark}" if size != 1 else "1" for dim, size in enumerate(whole)]
-    terms = [
-        ["1" if size == 1 else result[dim] for dim, size in enumerate(shape, start=ndim - len(shape))] for shape in shapes
-    ]
+    terms = [["1" if size == 1 else result[dim] for dim, size in enumerate(shape, start=ndim - len(shape))] for shape in shapes]
     return terms, result
 
 
@@ -79,25 +78,32 @@ def define_form(name: str, signature: str) -> str:
 
 def over_count(target: str, factors: Iterable[str], count: Size) -> ParallelForm:
     """The form of a mean: the local sum over the global ``count``, without communication."""
-    return ParallelForm(target, {factor: ParallelFactor(anywhere=True) for factor in factors}, {}, lambda op, local: {"count": count})
+    return ParallelForm(
+        target, {factor: ParallelFactor(anywhere=True) for factor in factors}, {}, lambda op, local: {"count": count}
+    )
 
 
-def drawn(target: str, factors: Iterable[str], term_of: Callable[[IROp], TensorRefs]) -> ParallelForm:
-    """The form of a random operator; ``term_of`` gives the refs of the tensor that is drawn."""
+DRAWN = "*, rng=None, draw=None, layout=None, sizes=()"
+"""What the runtime's random functions take beside the arguments of the operator."""
+
+
+def drawn(rule: OpRule, target: str, term_of: Callable[[OpRule], TensorRefs]) -> OpRule:
+    """The rule of a random operator; ``term_of`` gives the refs of the tensor that is drawn."""
 
     def local_args(op: IROp, local: LocalSizes) -> dict[str, Arg]:
-        return {"rng": RankRng(), "draw": op.name, **drawn_layout(op, term_of(op), local)}
+        assert op.rule is not None, f"{op.name} has no rule"
+        return {"rng": RankRng(), "draw": op.name, **drawn_layout(op.rule, term_of(op.rule), local)}
 
-    return ParallelForm(target, {factor: ParallelFactor(anywhere=True) for factor in factors}, {}, local_args)
+    factors = [factor.name for factor in rule.factors if factor.kind is not FactorKind.FROZEN]
+    form = ParallelForm(target, {name: ParallelFactor(anywhere=True) for name in factors}, {}, local_args)
+    return replace(rule, random=True, parallel=form)
 
 
-def drawn_layout(op: IROp, term: TensorRefs, local: LocalSizes) -> dict[str, Arg]:
+def drawn_layout(rule: OpRule, term: TensorRefs, local: LocalSizes) -> dict[str, Arg]:
     """``layout=``, and ``sizes=`` if sizes in it are not numbers."""
-    assert op.rule is not None, f"{op.name} has no rule"
 
     def dim(refs: DimRefs) -> tuple[Atom, ...]:
-        assert op.rule is not None
-        atoms = tuple(Atom(op.rule.factor(ref.factor).segments, local.axes.get(ref.factor, ())) for ref in refs)
+        atoms = tuple(Atom(rule.factor(ref.factor).segments, local.axes.get(ref.factor, ())) for ref in refs)
         return atoms or (Atom((1,)),)
 
     layout = Layout(tuple(map(dim, term)))

@@ -1,0 +1,134 @@
+"""Normalisations. The dims that statistics are taken over stay whole; batch norm exchanges its statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.nn.functional as F
+
+from shardwright.compiler.ir.op import Arg, IROp
+from shardwright.compiler.ir.size import product, quotient
+from shardwright.compiler.ops.aliases import callables, through, without
+from shardwright.compiler.ops.annotation import parse_rule
+from shardwright.compiler.ops.builder import dim_of, linear_sets
+from shardwright.compiler.ops.registry import define
+from shardwright.compiler.ops.rule import LocalSizes, OpRule, ParallelFactor, ParallelForm
+from shardwright.compiler.ops.terms import annotation, define_form, indices, may_be, names
+
+_PLAIN = without("out", "cudnn_enable", "cudnn_enabled")
+
+
+def _affine(op: IROp) -> tuple[frozenset[int], ...]:
+    """With a weight the result is linear in weight and bias together."""
+    return linear_sets(op, ("weight", "bias")) if op.has_arg("weight") else ()
+
+
+def _layer_norm(op: IROp) -> OpRule:
+    """Also RMS norm, which has no bias."""
+    normalised = names(len(op.arg("normalized_shape")), "h", "^")
+    term = ["*", *normalised]
+    return parse_rule(annotation([term, *[normalised] * (len(op.operands) - 1)], [term]), op, linear_sets=_affine(op))
+
+
+define(
+    "layer_norm",
+    "input, normalized_shape, weight=None, bias=None, eps=1e-05",
+    "F.layer_norm",
+    _layer_norm,
+    *through(_PLAIN, callables("layer_norm")),
+)
+define("rms_norm", "input, normalized_shape, weight=None, eps=None", "F.rms_norm", _layer_norm, *callables("rms_norm"))
+
+
+def _local_groups(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
+    channels_per_group = quotient(op.operands[0].shape[1], op.arg("num_groups"))
+    return {"num_groups": quotient(local.shape(rule.operands[0])[1], channels_per_group)}
+
+
+def _group_norm(op: IROp) -> OpRule:
+    """Whole groups of channels may be split off."""
+    groups = op.arg("num_groups")
+    term = ["n", f"(g={groups} c^)", *names(op.operands[0].ndim - 2, "y", "^")]
+    text = annotation([term, *[["(g c)"]] * (len(op.operands) - 1)], [term])
+    return parse_rule(text, op, linear_sets=_affine(op), localise=_local_groups)
+
+
+define(
+    "group_norm",
+    "input, num_groups, weight=None, bias=None, eps=1e-05",
+    "F.group_norm",
+    _group_norm,
+    *through(_PLAIN, callables("group_norm")),
+)
+
+_BATCH_NORM = "input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-05"
+_BATCH_NORM_FORM = define_form("batch_norm", f"{_BATCH_NORM}, *, batch_axes=(), count=0")
+
+
+def _batch_norm(op: IROp) -> OpRule:
+    """Channels are free. Batch and space are too in evaluation; in training the statistics are exchanged."""
+    shape = op.operands[0].shape
+    rows = ["n", *names(len(shape) - 2, "y")]
+    training = may_be(op.arg("training", False), bool) or not op.has_arg("running_mean") or op.arg("running_mean") is None
+    term = [rows[0], "c", *rows[1:]]
+    form = ParallelForm(
+        _BATCH_NORM_FORM,
+        {row: ParallelFactor(anywhere=True) for row in rows},
+        dict.fromkeys(rows, "batch_axes"),
+        lambda op, local: {"count": product(size for dim, size in enumerate(shape) if dim != 1)},
+    )
+    return parse_rule(
+        annotation([term, *[["c"]] * (len(op.operands) - 1)], [term]),
+        op,
+        linear_sets=_affine(op),
+        parallel=form if training else None,
+        updates=indices(op, "running_mean", "running_var") if training else (),
+    )
+
+
+define("batch_norm", _BATCH_NORM, "F.batch_norm", _batch_norm, F.batch_norm)
+
+
+def _instance_norm(op: IROp) -> OpRule:
+    """Statistics are those of one sample and channel; running ones average over the batch, which then stays whole."""
+    uses_input = may_be(op.arg("use_input_stats", True), bool)
+    running = indices(op, "running_mean", "running_var")
+    batch = "n^" if running and uses_input else "n"
+    term = [batch, "c", *names(op.operands[0].ndim - 2, "y", "^" if uses_input else "")]
+    text = annotation([term, *[["c"]] * (len(op.operands) - 1)], [term])
+    return parse_rule(text, op, linear_sets=_affine(op), updates=running if uses_input else ())
+
+
+define(
+    "instance_norm",
+    "input, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=0.1, eps=1e-05",
+    "F.instance_norm",
+    _instance_norm,
+    F.instance_norm,
+)
+
+
+def _local_response_norm(op: IROp) -> OpRule:
+    """Averages over neighbouring channels."""
+    term = ["n", "c^", *names(op.operands[0].ndim - 2, "y")]
+    return parse_rule(annotation([term], [term]), op)
+
+
+define(
+    "local_response_norm",
+    "input, size, alpha=0.0001, beta=0.75, k=1.0",
+    "F.local_response_norm",
+    _local_response_norm,
+    F.local_response_norm,
+)
+
+
+def _normalize(op: IROp) -> OpRule:
+    ndim = op.operands[0].ndim
+    dim = op.arg("dim", 1)
+    whole = {d % ndim for d in dim} if isinstance(dim, tuple | list) else {dim_of(op, ndim, default=1)}
+    term = [f"r{i}^" if i in whole else f"a{i}" for i in range(ndim)]
+    return parse_rule(annotation([term], [term]), op)
+
+
+define("normalize", "input, p=2.0, dim=1, eps=1e-12", "F.normalize", _normalize, (F.normalize, _PLAIN))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwright.compiler.ir.graph import DynamicDim, IRGraph
@@ -118,7 +120,14 @@ class _Run:
             self.reads_training = True
 
         try:
-            with torch.enable_grad(), self.mode, patched(self.scope, tracer.apply_function, note_training), self.scope.followed(), tracer:
+            with ExitStack() as stack:
+                stack.enter_context(torch.enable_grad())
+                stack.enter_context(self.mode)
+                if self.dynamic.env is not None:  # some kernels take sizes as numbers; their Python forms do not
+                    stack.enter_context(enable_python_dispatcher())
+                stack.enter_context(patched(self.scope, tracer.apply_function, note_training))
+                stack.enter_context(self.scope.followed())
+                stack.enter_context(tracer)
                 return self.module(**arguments)
         except ShardwrightError:
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dis
 import functools
 import os
@@ -71,12 +72,12 @@ def _assigned_names(code: CodeType, offset: int) -> tuple[str, ...]:
 
 def _instructions_after(code: CodeType, offset: int) -> list[dis.Instruction]:
     """The instructions behind the one at ``offset``."""
-    instructions, index = _disassemble(code)
-    position = index.get(offset)
-    return [] if position is None else list(instructions[position + 1 : position + 10])
+    instructions, offsets = _disassemble(code)
+    position = bisect.bisect_right(offsets, offset)  # the offset of a running call may lie inside its inline cache
+    return list(instructions[position : position + 10])
 
 
 @functools.lru_cache(maxsize=4096)
-def _disassemble(code: CodeType) -> tuple[tuple[dis.Instruction, ...], dict[int, int]]:
+def _disassemble(code: CodeType) -> tuple[tuple[dis.Instruction, ...], tuple[int, ...]]:
     instructions = tuple(i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG"))
-    return instructions, {instruction.offset: position for position, instruction in enumerate(instructions)}
+    return instructions, tuple(instruction.offset for instruction in instructions)

@@ -1,0 +1,334 @@
+"""The prover: does an operator's rule hold?
+
+For every strategy its rule allows, the operator runs on random shards as the ranks would run it, the results are put
+together and compared with the unsplit call; then gradients are sent back, in the encoding that each result's placement
+asks for, and what arrives at the operands is compared with the unsplit gradients. A strategy is right only if both agree.
+
+    >>> report = prove(F.linear, (torch.randn(4, 6), torch.randn(5, 6)))
+    >>> report.ok
+    True
+
+The calls are those that lowering makes (:func:`~shardwright.compiler.ops.localise.localise`) in the source text that is
+generated; those that communicate run on one thread per rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.compiler.ir.op import AxisRef, IROp, leaves, map_leaves
+from shardwright.compiler.ir.size import to_python
+from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.ops import registry
+from shardwright.compiler.ops.annotation import instantiate
+from shardwright.compiler.ops.localise import localise
+from shardwright.compiler.ops.opdef import OpDef
+from shardwright.compiler.ops.render import call_source, imports_of
+from shardwright.compiler.ops.rule import OpRule
+from shardwright.compiler.ops.shards import DisagreementError, dual, joined, largest_difference, shards
+from shardwright.compiler.ops.strategy import Assignment, layouts, strategies
+from shardwright.runtime.errors import AnnotationError
+from shardwright.runtime.groups import RankMesh
+from shardwright.runtime.layout import Layout, Mesh, piece
+from shardwright.runtime.ops.random import RngState
+from shardwright.runtime.threads import run_ranks
+
+TOLERANCE = 1e-10
+"""Largest accepted difference, relative to the largest element (or to 1 if that is smaller)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One strategy per axis of one mesh, tried. ``failure`` says in words what was wrong; ``error`` is the largest difference.
+
+    ``skipped``: it was not run, as some rank would hold nothing.
+    """
+
+    mesh: Mesh
+    assignment: Assignment
+    source: str
+    error: float = 0.0
+    failure: str | None = None
+    skipped: bool = False
+
+    @property
+    def name(self) -> str:
+        """``split:k over 2`` or ``split:b over 2, split:k over 3``."""
+        return ", ".join(f"{strategy} over {self.mesh.axis_size(axis)}" for axis, strategy in self.assignment.items())
+
+
+@dataclass(frozen=True, slots=True)
+class ProofReport:
+    """All trials of one operator call."""
+
+    operator: str
+    rule: OpRule
+    trials: tuple[Trial, ...]
+
+    @property
+    def failures(self) -> tuple[Trial, ...]:
+        return tuple(trial for trial in self.trials if trial.failure is not None)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every strategy that was run is right."""
+        return not self.failures
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{factor.name}{factor.kind.value}={factor.size}" for factor in self.rule.factors)
+        proved = [trial for trial in self.trials if trial.failure is None and not trial.skipped]
+        skipped = [trial.name for trial in self.trials if trial.skipped]
+        worst = max((trial.error for trial in proved), default=0.0)
+        lines = [
+            f"{self.operator}: {self.rule.annotation}",
+            f"  factors: {sizes or 'none'}",
+            f"  {len(proved)} of {len(self.trials)} strategies proved, largest difference {worst:.1e}",
+        ]
+        lines += [f"  not run, a rank would hold nothing: {'; '.join(skipped)}"] if skipped else []
+        for trial in self.failures:
+            lines += [f"  WRONG {trial.name}: {trial.failure}", f"        {trial.source}"]
+        return "\n".join(lines)
+
+
+def prove(
+    operator: Callable[..., Any] | OpDef,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    num_ranks: Sequence[int | Mapping[str, int]] = (2, 3),
+    training: bool = True,
+    seed: int = 0,
+) -> ProofReport:
+    """Try every strategy of an operator's rule on one call of it.
+
+    ``operator``: a registered function (``register_op``, or one of torch's), or an entry of the registry. ``args`` and
+    ``kwargs``: example arguments; floating tensors should be float64, and all of them are differentiated. ``num_ranks``:
+    the sizes of the mesh axis to split over, or meshes of several axes (``{"a": 2, "b": 2}``), on which every combination of
+    strategies is tried. ``training``: what ``self.training`` means where the call depends on it.
+
+    Raises :class:`AnnotationError` for a function without a rule, or a rule that does not fit the shapes.
+    """
+    call = _Call.of(operator, tuple(args), dict(kwargs or {}), training, seed)
+    trials = []
+    for mesh in (Mesh((("a", size),)) if isinstance(size, int) else Mesh.of(size) for size in num_ranks):
+        for chosen in itertools.product(strategies(call.rule), repeat=len(mesh.axes)):
+            trials.append(call.trial(dict(zip(mesh.names, chosen, strict=True)), mesh))
+    return ProofReport(call.op.target, call.rule, tuple(trials))
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a call gave: results, gradients of the operands (``None`` for those without), operands as they are afterwards."""
+
+    results: list[Tensor]
+    grads: list[Tensor | None]
+    operands: list[Tensor]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One operator call with concrete operands, and what it gives on one device."""
+
+    op: IROp
+    rule: OpRule
+    operands: list[Tensor]
+    training: bool
+    seed: int
+
+    @classmethod
+    def of(
+        cls, operator: Callable[..., Any] | OpDef, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, seed: int
+    ) -> _Call:
+        opdef, args, kwargs = _resolve(operator, args, kwargs)
+        operands: list[Tensor] = []
+
+        def value(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            operands.append(leaf.detach())
+            return IRValue(f"x{len(operands) - 1}", tuple(leaf.shape), leaf.dtype, leaf.is_floating_point())
+
+        bound = opdef.bind(map_leaves(args, value), {key: map_leaves(item, value) for key, item in kwargs.items()})
+        op = IROp("call", opdef.name, bound, ())
+        by_name = {f"x{i}": tensor for i, tensor in enumerate(operands)}
+        ordered = [by_name[value.name] for value in op.operands]
+        names = [IRValue(f"x{i}", v.shape, v.dtype, v.requires_grad) for i, v in enumerate(op.operands)]
+        renamed = dict(zip((value.name for value in op.operands), names, strict=True))
+        op = op.map_args(lambda leaf: renamed[leaf.name] if isinstance(leaf, IRValue) else leaf)
+        call = cls(op, OpRule("", (), (), ()), ordered, training, seed)
+        results = [
+            IRValue(f"y{i}", tuple(y.shape), y.dtype, y.requires_grad) for i, y in enumerate(call._example_results(operator, args, kwargs))
+        ]
+        op = replace(op, results=tuple(results))
+        rule = instantiate(opdef, op)
+        return replace(call, op=replace(op, rule=rule), rule=rule)
+
+    def _example_results(self, operator: Callable[..., Any] | OpDef, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """The results of the plain call, for their shapes."""
+        with torch.random.fork_rng(devices=[]):
+            if isinstance(operator, OpDef):
+                return self._run(self.op, self.operands, {}, None).results
+            copied = map_leaves((args, tuple(kwargs.values())), lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+            return _tensors(operator(*copied[0], **dict(zip(kwargs, copied[1], strict=True))))
+
+    def trial(self, assignment: Assignment, mesh: Mesh) -> Trial:
+        """Run the call split as ``assignment`` says and compare."""
+        operand_layouts, result_layouts = layouts(self.rule, assignment, mesh)
+        local = localise(self.op, self.rule, assignment, mesh)
+        source = call_source(local, lambda value: value.name, to_python)
+        trial = Trial(mesh, assignment, source)
+        if any(_leaves_empty(layout, mesh) for layout in (*operand_layouts, *result_layouts)):
+            return replace(trial, skipped=True)
+        generator = torch.Generator().manual_seed(self.seed)
+        whole = self._run_whole(generator)
+        outcomes = self._run_split(local, assignment, mesh, whole, generator)
+        if isinstance(outcomes, Exception):
+            return replace(trial, failure=f"{type(outcomes).__name__}: {outcomes}")
+        worst = 0.0
+        for what, reference, pieces, layout in self._comparisons(whole, outcomes, operand_layouts, result_layouts):
+            try:
+                error = largest_difference(joined(pieces, layout, mesh, TOLERANCE), reference)
+            except DisagreementError as disagreement:
+                return replace(trial, failure=f"{what}: {disagreement}")
+            if not error <= TOLERANCE:
+                return replace(trial, failure=f"{what} is wrong by {error:.1e}", error=error)
+            worst = max(worst, error)
+        return replace(trial, error=worst)
+
+    def _run_whole(self, generator: torch.Generator) -> tuple[_Outcome, list[Tensor]]:
+        """The unsplit call, and the gradients sent back through it."""
+        alone = Mesh((("a", 1),))
+        op = localise(self.op, self.rule, {}, alone)
+        env = {"self": self._module(alone, {"a": 0})}
+        results = self._run(op, self.operands, env, None).results
+        grads = [torch.randn(y.shape, dtype=y.dtype, generator=generator) if y.is_floating_point() else y for y in results]
+        return self._run(op, self.operands, env, grads), grads
+
+    def _run_split(
+        self, local: IROp, assignment: Assignment, mesh: Mesh, whole: tuple[_Outcome, list[Tensor]], generator: torch.Generator
+    ) -> list[_Outcome] | Exception:
+        """The local calls of all ranks, on threads if they communicate; an exception one of them raised."""
+        operand_layouts, result_layouts = layouts(self.rule, assignment, mesh)
+        pieces = [shards(x, layout, mesh, generator) for x, layout in zip(self.operands, operand_layouts, strict=True)]
+        grads = [shards(g, dual(layout), mesh, generator) for g, layout in zip(whole[1], result_layouts, strict=True)]
+
+        def run(rank: int, axes: Mapping[str, Any]) -> _Outcome:
+            env = {**axes, "self": self._module(mesh, mesh.coords(rank))}
+            return self._run(local, [piece[rank] for piece in pieces], env, [grad[rank] for grad in grads])
+
+        def run_thread(rank: int) -> _Outcome:
+            groups = RankMesh(mesh)
+            return run(rank, {name: groups.axis(name) for name in mesh.names})
+
+        try:
+            if any(isinstance(leaf, AxisRef) for _, arg in local.args for leaf in leaves(arg)):
+                return run_ranks(mesh.size, run_thread, timeout_s=20.0)
+            return [
+                run(rank, {name: _Place(mesh.axis_size(name), coords[name]) for name in mesh.names})
+                for rank, coords in enumerate(mesh.all_coords())
+            ]
+        except Exception as error:  # whatever a wrong rule makes of the call
+            return error
+
+    def _comparisons(
+        self,
+        whole: tuple[_Outcome, list[Tensor]],
+        outcomes: list[_Outcome],
+        operand_layouts: Sequence[Layout],
+        result_layouts: Sequence[Layout],
+    ) -> Iterator[tuple[str, Tensor, list[Tensor], Layout]]:
+        """``(what it is, the reference, what the ranks hold, the layout they hold it in)``."""
+        reference, _ = whole
+        if any(len(outcome.results) != len(reference.results) for outcome in outcomes):
+            raise AnnotationError(f"{self.op.target} gives another number of results on a shard")
+        for i, (y, layout) in enumerate(zip(reference.results, result_layouts, strict=True)):
+            yield f"result {i}", y, [outcome.results[i] for outcome in outcomes], layout
+        for i, (grad, layout) in enumerate(zip(reference.grads, operand_layouts, strict=True)):
+            held = [outcome.grads[i] for outcome in outcomes]
+            if grad is not None or any(g is not None for g in held):
+                zeros = [torch.zeros_like(outcome.operands[i]) for outcome in outcomes]
+                pieces = [zero if g is None else g for g, zero in zip(held, zeros, strict=True)]
+                expected = torch.zeros_like(self.operands[i]) if grad is None else grad
+                yield f"gradient of {self.op.operand_names[i]}", expected, pieces, dual(layout)
+        for i in self.rule.updates:
+            yield f"{self.op.operand_names[i]} after the call", reference.operands[i], [
+                outcome.operands[i] for outcome in outcomes
+            ], operand_layouts[i]
+
+    def _run(self, op: IROp, operands: Sequence[Tensor], env: Mapping[str, Any], grads: Sequence[Tensor] | None) -> _Outcome:
+        """Evaluate a call's source on one rank; with ``grads`` also send these back."""
+        inputs = [x.clone().requires_grad_(x.is_floating_point() and i not in self.rule.updates) for i, x in enumerate(operands)]
+        scope: dict[str, Any] = {**env, **{f"x{i}": x for i, x in enumerate(inputs)}}
+        for statement in sorted(imports_of(op)):
+            exec(statement, scope)
+        results = _tensors(eval(call_source(op, lambda value: value.name, to_python), scope))
+        wanted = [i for i, x in enumerate(inputs) if x.requires_grad]
+        received: list[Tensor | None] = [None] * len(inputs)
+        if grads is not None and wanted:
+            sent = [(y, g) for y, g in zip(results, grads, strict=False) if y.requires_grad]
+            if sent:
+                found = torch.autograd.grad(
+                    [y for y, _ in sent], [inputs[i] for i in wanted], [g for _, g in sent], allow_unused=True
+                )
+                for i, grad in zip(wanted, found, strict=True):
+                    received[i] = grad
+        return _Outcome([y.detach() for y in results], received, [x.detach() for x in inputs])
+
+    def _module(self, mesh: Mesh, coords: Mapping[str, int]) -> SimpleNamespace:
+        """What ``self`` is in the source of a call."""
+        rng = RngState(self.seed, "plan_independent", mesh, coords)
+        return SimpleNamespace(training=self.training, device=torch.device("cpu"), rng=rng)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Stands for the axis group in calls that only ask for sizes."""
+
+    size: int
+    index: int
+
+    def local_size(self, count: int) -> int:
+        return piece(count, self.size, self.index)[1]
+
+    def offset(self, count: int) -> int:
+        return piece(count, self.size, self.index)[0]
+
+
+def _resolve(
+    operator: Callable[..., Any] | OpDef, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[OpDef, tuple[Any, ...], dict[str, Any]]:
+    if isinstance(operator, OpDef):
+        return operator, args, kwargs
+    found = registry.find(operator)
+    if found is None:
+        raise AnnotationError(
+            f"{getattr(operator, '__name__', operator)} has no rule to prove",
+            hint="give it one with shardwright.register_op",
+        )
+    opdef, normalise = found
+    return (opdef, *normalise(args, kwargs)) if normalise else (opdef, args, kwargs)
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    """The tensors of a call's result, in order."""
+    if isinstance(result, Tensor):
+        return [result]
+    if isinstance(result, tuple | list):
+        return [tensor for item in result for tensor in _tensors(item)]
+    return []
+
+
+def _leaves_empty(layout: Layout, mesh: Mesh) -> bool:
+    """Whether some rank holds an empty piece of a dim that is cut."""
+    return any(
+        layout.dim_axes(dim) and size == 0 and layout.shape[dim] != 0
+        for coords in mesh.all_coords()
+        for dim, size in enumerate(layout.local_shape(mesh, coords))
+    )

@@ -1,0 +1,204 @@
+"""Directories of generated files: where they are, what they were made from, and how they change.
+
+A directory is recognised by content. Its manifest holds the key of the request it was made for: the digest of the freshly
+traced graph, the config, the policy, and the versions of shardwright and torch. An edited model has another digest, so it is
+never served code of what it was. Initial weights are outside the key; their files have digests of their own.
+
+A directory changes as a whole: everything is written beside it, checked, and swapped in. A compile that fails, or a
+process that is killed, leaves what was there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwright.compiler.weights import Tensors, digest_tensors, write_tensors
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import ConfigError, LoadError
+from shardwright.runtime.manifest import MANIFEST_FILE, Manifest, code_file, sha256
+from shardwright.runtime.swap import recover_folder, write_folder
+from shardwright.runtime.weights import CONSTANTS_FILE, WEIGHTS_FILE
+
+PLAN_FILE = "plan.json"
+
+
+def generated_directory(gen_savedir: Path | str, cls: type[Any], instance_name: str | None) -> Path:
+    """``<gen_savedir>/_parallel_modules/<module>/<class>/<instance>``, absolute."""
+    instance = "_" if instance_name is None else instance_name
+    if not isinstance(instance, str) or not re.fullmatch(r"\w[\w.-]*", instance):
+        raise ConfigError(
+            "instance_name is a name for a folder",
+            why=f"it is {instance!r}",
+            hint="letters, digits, '_', '-' and '.', the first one no '-' or '.'",
+        )
+    qualname = re.sub(r"[^\w.]", "", cls.__qualname__)  # the class of a function has <locals> in it
+    return Path(gen_savedir).absolute() / "_parallel_modules" / cls.__module__ / qualname / instance
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a compile is recognised by. ``graph``: the digest of the graph as traced. ``policy``: its name or import path."""
+
+    graph: str
+    config: ComputeConfig
+    policy: str
+    shardwright_version: str
+    torch_version: str = str(torch.__version__)
+
+    def key(self) -> str:
+        """One digest of all of it."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "graph": self.graph,
+            "config": self.config.to_json(),
+            "policy": self.policy,
+            "shardwright_version": self.shardwright_version,
+            "torch_version": self.torch_version,
+        }
+
+    def differences(self, made_for: Mapping[str, Any]) -> str:
+        """In words, what differs from the request that a directory was made for."""
+        words = []
+        if made_for.get("graph") != self.graph:
+            words.append("the model, or its dummy arguments, changed")
+        config, other = self.config.to_json(), made_for.get("config", {})
+        words += [f"{name} is {config[name]!r}, was {other.get(name)!r}" for name in config if config[name] != other.get(name)]
+        for name in ("policy", "shardwright_version", "torch_version"):
+            mine = self.to_json()[name]
+            if made_for.get(name) != mine:
+                words.append(f"{name} is {mine!r}, was {made_for.get(name)!r}")
+        return "; ".join(words)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a directory holds now: files and their ``manifest``, nothing, or nothing usable, and ``problem`` says why."""
+
+    directory: Path
+    manifest: Manifest | None = None
+    problem: LoadError | None = None
+
+    @classmethod
+    def read(cls, directory: Path) -> Stored:
+        """Look at a directory; one that a killed process left half swapped is repaired first. Hold its lock."""
+        recover_folder(directory)
+        if not directory.exists():
+            return cls(directory)
+        try:
+            manifest = Manifest.read(directory)
+        except LoadError as error:
+            return cls(directory, problem=error)
+        missing = [name for name in (*map(code_file, range(manifest.plan_ngpus)), PLAN_FILE) if not (directory / name).exists()]
+        if missing:
+            problem = LoadError(
+                f"{directory / missing[0]} is missing",
+                why=f"{MANIFEST_FILE} lists it",
+                hint="compile again with reuse='override', or copy the whole directory",
+            )
+            return cls(directory, problem=problem)
+        return cls(directory, manifest)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.manifest is None and self.problem is None
+
+    def matches(self, request: Request) -> bool:
+        """Whether the files are what ``request`` would make, initial weights aside."""
+        return self.manifest is not None and self.manifest.key == request.key()
+
+    def holds(self, name: str, digest: str) -> bool:
+        """Whether the file is there and was written with this digest."""
+        return self.manifest is not None and self.manifest.files.get(name) == digest and (self.directory / name).exists()
+
+
+def weights_match(stored: Stored, tensors: Mapping[str, Tensors]) -> bool:
+    """Whether the stored weight files hold exactly these tensors; ``tensors`` by file name."""
+    for name, of_file in tensors.items():
+        listed = stored.manifest is not None and name in stored.manifest.files
+        if listed != bool(of_file) or (of_file and not stored.holds(name, digest_tensors(of_file))):
+            return False
+    return True
+
+
+@contextmanager
+def replacing(stored: Stored) -> Iterator[Path]:
+    """A fresh folder that takes the place of the directory when the block ends well. Files that are not ours move along."""
+    directory = stored.directory
+    with write_folder(directory) as fresh:
+        yield fresh
+        ours = {MANIFEST_FILE, PLAN_FILE, WEIGHTS_FILE, CONSTANTS_FILE, *(stored.manifest.files if stored.manifest else ())}
+        for path in sorted(directory.iterdir()) if directory.exists() else ():
+            is_ours = path.name in ours or re.fullmatch(r"gencode\d+\.py", path.name)
+            if not is_ours and path.is_dir():
+                shutil.copytree(path, fresh / path.name, copy_function=keep_file)
+            elif not is_ours:
+                keep_file(path, fresh / path.name)
+
+
+def store(stored: Stored, manifest: Manifest, files: Mapping[str, str], tensors: Mapping[str, Tensors]) -> Manifest:
+    """Write all files, check them and make them the directory. Returns the manifest with the digests of what was written.
+
+    Weight files that the directory already holds are kept, not written again.
+    """
+    with replacing(stored) as fresh:
+        digests = {}
+        for name, text in files.items():
+            data = text.encode()
+            (fresh / name).write_bytes(data)
+            digests[name] = sha256(data)
+        digests |= _store_tensors(stored, fresh, tensors)
+        manifest = replace(manifest, files=digests)
+        manifest.write(fresh)
+        # Ranks differ in coordinates only, so one file tells whether the code parses.
+        compile(files[code_file(0)], str(stored.directory / code_file(0)), "exec", dont_inherit=True)
+        Manifest.read(fresh)
+    return manifest
+
+
+def store_weights(stored: Stored, tensors: Mapping[str, Tensors]) -> Manifest:
+    """Replace the weight files of a directory and nothing else. Returns the new manifest."""
+    old = stored.manifest
+    assert old is not None
+    with replacing(stored) as fresh:
+        digests = {name: digest for name, digest in old.files.items() if name not in tensors}
+        for name in digests:
+            keep_file(stored.directory / name, fresh / name)
+        manifest = replace(old, files=digests | _store_tensors(stored, fresh, tensors))
+        manifest.write(fresh)
+    return manifest
+
+
+def _store_tensors(stored: Stored, fresh: Path, tensors: Mapping[str, Tensors]) -> dict[str, str]:
+    digests = {}
+    for name, of_file in tensors.items():
+        if not of_file:
+            continue
+        if stored.manifest is not None and name in stored.manifest.files:
+            digest = digest_tensors(of_file)
+            if stored.holds(name, digest):
+                keep_file(stored.directory / name, fresh / name)
+                digests[name] = digest
+                continue
+        digests[name] = write_tensors(fresh / name, of_file)
+    return digests
+
+
+def keep_file(source: Path | str, target: Path | str) -> None:
+    """The same file under a second name where the file system can do that, else a copy."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

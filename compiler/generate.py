@@ -1,0 +1,162 @@
+"""Make the files of one module, or find them made: what :func:`shardwright.parallelize` does on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.compiler.cache import PLAN_FILE, Request, Stored, store, store_weights, weights_match
+from shardwright.compiler.compile import Compiled, compile_graph, pass_manager
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ir.serialize import digest
+from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.locks import directory_lock
+from shardwright.compiler.module_source import ModuleSource, in_dtype
+from shardwright.compiler.pipeline import CompileReport, FunctionPass, PassManager
+from shardwright.compiler.trace import trace
+from shardwright.compiler.weights import Tensors, initial_values
+from shardwright.policies.policy import Policy
+from shardwright.runtime.config import ComputeConfig, ReuseType
+from shardwright.runtime.declarations import Declaration, Kind
+from shardwright.runtime.errors import ConfigError
+from shardwright.runtime.layout import Layout
+from shardwright.runtime.manifest import Manifest, sha256
+from shardwright.runtime.weights import CONSTANTS_FILE, WEIGHTS_FILE
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be made. ``dump``: a folder for the forms of the program between the passes."""
+
+    source: ModuleSource
+    dummy_args: Mapping[str, Any]
+    policy: Policy
+    config: ComputeConfig
+    directory: Path
+    reuse: ReuseType = ReuseType.MATCH
+    module_dtype: torch.dtype | None = None
+    dump: Path | None = None
+
+    def trace(self, module: nn.Module) -> IRGraph:
+        return trace(module, self.dummy_args, dynamic_dims=self.config.dim_symbols())
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What came of it. ``made``: what was written: ``"code"`` (and weights that differ), ``"weights"``, or ``"nothing"``."""
+
+    directory: Path
+    manifest: Manifest
+    made: str
+    report: CompileReport
+
+
+def generate(order: Order) -> Generated:
+    """Trace the module and make its files, or find that they are there.
+
+    Raises :class:`ConfigError` if ``reuse`` is MATCH and the directory holds something else, and whatever the compile
+    raises; the directory is then as it was.
+    """
+    manager = pass_manager(dump=order.dump)
+    module = order.source.make()
+    with in_dtype(module, order.module_dtype):
+        graph = manager.run(FunctionPass("trace", order.trace), module)
+    weights, constants = initial_values(graph, module)
+    tensors = {WEIGHTS_FILE: weights, CONSTANTS_FILE: constants}
+    request = Request(digest(graph), order.config, order.policy.name, version("shardwright"))
+    with directory_lock(order.directory):
+        return _make_or_find(order, graph, request, tensors, manager)
+
+
+def _make_or_find(
+    order: Order, graph: IRGraph, request: Request, tensors: Mapping[str, Tensors], manager: PassManager
+) -> Generated:
+    stored = Stored.read(order.directory)
+    may_reuse = order.reuse in (ReuseType.MATCH, ReuseType.MOO)
+    if order.reuse is ReuseType.MATCH and stored.problem:
+        raise stored.problem
+    found = may_reuse and stored.matches(request)
+    if order.reuse is ReuseType.MATCH and not found and not stored.is_empty:
+        raise _different(order, request.differences(stored.manifest.request if stored.manifest else {}))
+    compiled = None
+    if found and not order.policy.built_in:  # the user's function may decide differently this time
+        compiled = _compile(order, graph, request, manager)
+        assert stored.manifest is not None
+        found = sha256(compiled.files[PLAN_FILE].encode()) == stored.manifest.files.get(PLAN_FILE)
+        if not found and order.reuse is ReuseType.MATCH:
+            raise _different(order, f"policy {order.policy.name} made another plan")
+    if found:
+        assert stored.manifest is not None
+        with manager.measure("weights"):
+            if weights_match(stored, tensors):
+                return Generated(order.directory, stored.manifest, "nothing", manager.report)
+            manifest = store_weights(stored, tensors)
+        return Generated(order.directory, manifest, "weights", manager.report)
+    compiled = compiled or _compile(order, graph, request, manager)
+    if order.reuse is ReuseType.OVERRIDE:
+        stored = replace(stored, manifest=None)
+    with manager.measure("write"):
+        manifest = store(stored, _manifest(compiled, request), compiled.files, tensors)
+    return Generated(order.directory, manifest, "code", manager.report)
+
+
+def _compile(order: Order, graph: IRGraph, request: Request, manager: PassManager) -> Compiled:
+    return compile_graph(
+        graph,
+        order.policy.apply,
+        order.config,
+        policy_name=order.policy.name,
+        digest=request.key(),
+        version=request.shardwright_version,
+        manager=manager,
+    )
+
+
+def _different(order: Order, why: str) -> ConfigError:
+    return ConfigError(
+        f"{order.directory} holds files of another compile",
+        why=why,
+        hint="reuse='moo' compiles again whenever something changed, reuse='override' always; "
+        "another instance_name keeps both",
+    )
+
+
+def _manifest(compiled: Compiled, request: Request) -> Manifest:
+    plan = compiled.plan
+    return Manifest(
+        key=request.key(),
+        class_name=compiled.program.graph.name,
+        mesh=plan.mesh,
+        policy=plan.policy,
+        files={},
+        tensors={declaration.name: declaration for declaration in _declarations(compiled)},
+        request=request.to_json(),
+    )
+
+
+def _declarations(compiled: Compiled) -> list[Declaration]:
+    """What the generated classes declare: the tensors of the training body, then those only the evaluation body has."""
+    programs = [compiled.program, *([compiled.program.eval_program] if compiled.program.eval_program else [])]
+    return list({d.value.name: _declaration(d.value, d.layout) for program in programs for d in program.declarations}.values())
+
+
+def _declaration(value: IRValue, layout: Layout) -> Declaration:
+    kinds: dict[ValueKind, Kind] = {ValueKind.PARAMETER: "parameter", ValueKind.BUFFER: "buffer"}
+    kind = kinds.get(value.kind, "constant")
+    return Declaration(
+        name=value.fqn or value.name,
+        kind=kind,
+        layout=layout,
+        dtype=value.dtype,
+        aliases=value.aliases,
+        persistent=value.persistent and kind != "constant",
+        requires_grad=value.requires_grad and kind == "parameter",
+    )
+
+

@@ -46,6 +46,10 @@ class InputError(ShardwrightError, ValueError):
     """A call of a parallel module with arguments it was not compiled for."""
 
 
+class UsageError(ShardwrightError, RuntimeError):
+    """A call at a time, or in an order, in which it cannot be honoured."""
+
+
 class DistributedError(ShardwrightError, RuntimeError):
     """The process group, the ranks or a collective are not as the plan needs them."""
 

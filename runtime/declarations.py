@@ -1,0 +1,61 @@
+"""What a generated class declares: the tensors a rank holds, with the layout of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from shardwright.runtime.layout import Layout
+
+Kind = Literal["parameter", "buffer", "constant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """One tensor. ``name`` is its FQN in the user's model, or for a constant the name generated code gave it.
+
+    ``aliases``: the other FQNs of a tied parameter or shared buffer. ``persistent``: saved in the state dict (a constant
+    never is). ``requires_grad``: whether the parameter is trained; the plan relies on it.
+    """
+
+    name: str
+    kind: Kind
+    layout: Layout
+    dtype: torch.dtype
+    aliases: tuple[str, ...] = ()
+    persistent: bool = True
+    requires_grad: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+    @property
+    def is_initial_weight(self) -> bool:
+        """Whether a checkpoint restores it. What no checkpoint holds must be real from the start."""
+        return self.kind == "parameter" or self.persistent
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "shape": list(self.layout.shape),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "layout": str(self.layout),
+            "aliases": list(self.aliases),
+            "persistent": self.persistent,
+            "requires_grad": self.requires_grad,
+        }
+
+    @classmethod
+    def from_json(cls, name: str, data: dict[str, Any]) -> Declaration:
+        return cls(
+            name,
+            data["kind"],
+            Layout.parse(data["layout"]),
+            getattr(torch, data["dtype"]),
+            tuple(data["aliases"]),
+            data["persistent"],
+            data["requires_grad"],
+        )

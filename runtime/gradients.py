@@ -1,0 +1,103 @@
+"""What is trained, and how its gradients lie on the ranks: the compiled and the ordinary parts of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+from torch import nn
+
+from shardwright.runtime.bucket import GradientSum
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import ConfigError
+from shardwright.runtime.gradnorm import counts_here
+from shardwright.runtime.groups import RankMesh
+from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.module import ParallelModule
+from shardwright.runtime.reducer import Reducer
+from shardwright.runtime.world import current_world
+
+
+class TrainedModel:
+    """A module to be trained. Making one is collective: it makes the groups that gradients are summed over.
+
+    ``parallel_modules``: the compiled parts. ``ranks``: this rank's place in the units. ``sums``: over which ranks each
+    gradient is summed. ``counted``: the parameters that this rank counts where elements are counted once.
+
+    The gradient of a compiled parameter is summed over the axes on which its layout is gradient-partial, and over the units.
+    Ordinary parts run alike on all ranks of a unit, so their gradients are summed over the units only.
+
+    Raises :class:`ConfigError` if the compiled parts, ``config`` and the world do not agree on the size of a unit.
+    """
+
+    def __init__(self, module: nn.Module, config: ComputeConfig | None) -> None:
+        self.world = current_world()
+        self.parallel_modules = [part for part in module.modules() if isinstance(part, ParallelModule)]
+        self.ranks = self._unit(config)
+        self.sums: list[GradientSum] = []
+        self.counted: list[nn.Parameter] = []
+        self._cut: list[tuple[str, nn.Parameter, Layout]] = []
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        compiled = {id(parameter) for part in self.parallel_modules for parameter in part.parameters()}
+        # Ordinary parts come first, so that their buckets are the last: backward reaches them before and after the compiled
+        # ones, and a bucket that completes late must not hold up others.
+        for name, parameter in module.named_parameters():
+            if id(parameter) not in compiled and parameter.requires_grad:
+                self._add(name, parameter, Layout.whole(tuple(parameter.shape)), self.ranks)
+        for part in self.parallel_modules:
+            for declaration, parameter in part.trained_parameters():
+                self._add(names[id(parameter)], parameter, declaration.layout, part.ranks)
+
+    def cut_parameters(self) -> Iterator[tuple[str, nn.Parameter, Layout]]:
+        """The parameters of which this rank holds a piece only."""
+        return iter(self._cut)
+
+    def make_reducer(self, config: ComputeConfig | None) -> Reducer:
+        """A reducer for all gradients. It takes the parameters over from reducers made earlier."""
+        for item in self.sums:
+            older = getattr(item.parameter, _REDUCER, None)
+            if older is not None:
+                older.detach()
+        reducer = Reducer(
+            self.sums,
+            divisor=self.ranks.num_units if config is not None and config.grad_reduction == "mean" else 1,
+            bucket_cap_mb=None if config is None else config.reducer_bucket_cap_mb,
+            asynchronous=config is not None and config.use_async_reducer,
+        )
+        for item in self.sums:
+            setattr(item.parameter, _REDUCER, reducer)
+        return reducer
+
+    def _add(self, name: str, parameter: nn.Parameter, layout: Layout, ranks: RankMesh) -> None:
+        # The first pieces of a cut are the largest.
+        largest = prod(layout.local_shape(ranks.mesh, dict.fromkeys(ranks.mesh.names, 0)))
+        group = ranks.group(layout.grad_partial, across_units=True)
+        self.sums.append(GradientSum(name, parameter, group, largest))
+        if counts_here(layout, ranks):
+            self.counted.append(parameter)
+        if layout.cut_axes:
+            self._cut.append((name, parameter, layout))
+
+    def _unit(self, config: ComputeConfig | None) -> RankMesh:
+        sizes = {part.mesh.size: type(part).__name__ for part in self.parallel_modules}
+        if len(sizes) > 1:
+            raise ConfigError(
+                "the compiled modules disagree on the number of ranks in a unit",
+                why=", ".join(f"{name} is compiled for {size}" for size, name in sorted(sizes.items())),
+                hint="compile all of them with one plan_ngpus",
+            )
+        plan_ngpus = next(iter(sizes), 1 if config is None else config.plan_ngpus)
+        if config is not None and (config.plan_ngpus, config.runtime_ngpus) != (plan_ngpus, self.world.size):
+            raise ConfigError(
+                "compute_config does not describe this run",
+                why=f"it has plan_ngpus={config.plan_ngpus} and runtime_ngpus={config.runtime_ngpus}; "
+                f"units have {plan_ngpus} rank(s) here and {self.world.size} are running",
+                hint="pass the config that the module was compiled with, or leave it out",
+            )
+        if self.parallel_modules:
+            return self.parallel_modules[0].ranks
+        return RankMesh(Mesh((("unit", plan_ngpus),)), self.world)
+
+
+# A parameter has one reducer at a time: two would sum its gradient twice.
+_REDUCER = "_shardwright_reducer"

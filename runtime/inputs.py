@@ -1,0 +1,153 @@
+"""Checking the arguments of a call against those a module was compiled for.
+
+A generated class lists the leaves of its arguments by path, as :func:`~shardwright.runtime.structure.flatten` names them:
+
+    inputs = {
+        "input_ids": ("[batch, 128]", torch.int64),      # a tensor; a name is a size that may vary between calls
+        "use_cache": True,                               # a literal: the trace took its value for granted
+    }
+
+Equal names mean equal sizes, in all arguments of one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from shardwright.runtime.errors import InputError
+from shardwright.runtime.structure import flatten
+
+
+class _Absent:
+    """See :data:`ABSENT`."""
+
+    def __repr__(self) -> str:
+        return "ABSENT"
+
+
+ABSENT: Final = _Absent()
+"""The default of every argument of a generated ``forward``: the caller did not pass it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """The tensor expected at one path. A ``str`` in ``shape`` names a size that may vary between calls."""
+
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def parse(cls, shape: str, dtype: torch.dtype) -> TensorSpec:
+        sizes = [size.strip() for size in shape.strip("[] ").split(",") if size.strip()]
+        return cls(tuple(int(size) if size.isdecimal() else size for size in sizes), dtype)
+
+    def __str__(self) -> str:
+        return f"{_dtype(self.dtype)}[{', '.join(map(str, self.shape))}]"
+
+
+class InputTable:
+    """The arguments a class was compiled for. ``owner`` is the name of the class, for messages."""
+
+    def __init__(self, owner: str, table: Mapping[str, Any]) -> None:
+        self.owner = owner
+        self.leaves = {path: TensorSpec.parse(*leaf) if _is_tensor(leaf) else leaf for path, leaf in table.items()}
+
+    def check(self, given: Mapping[str, Any], absent: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors of ``given`` by path. ``absent``: the arguments that the compiled call did not have.
+
+        Raises :class:`InputError` where a call differs from the compiled one in more than the values of tensors and the
+        sizes that may vary.
+        """
+        for name, value in absent.items():
+            if value is not ABSENT:
+                raise InputError(
+                    f"{self.owner}.forward was compiled without the argument {name!r}",
+                    why=f"the dummy arguments did not have it, so the program ignores it; the call passes {_brief(value)}",
+                    hint=f"leave out {name}, or compile again with {name!r} among the dummy arguments",
+                )
+        leaves = flatten(dict(given))
+        sizes: dict[str, tuple[int, str]] = {}
+        tensors: dict[str, Tensor] = {}
+        for path, expected in self.leaves.items():
+            value = leaves.pop(path, ABSENT)
+            if value is ABSENT:
+                self._refuse_missing(path, expected)
+            elif isinstance(expected, TensorSpec):
+                tensors[path] = self._check_tensor(path, expected, value, sizes)
+            elif not _same_literal(expected, value):
+                raise InputError(
+                    f"{self.owner}.forward: argument {path!r} is {_brief(value)}, but was compiled as {expected!r}",
+                    why="a value that is not a tensor is fixed when the module is compiled",
+                    hint=f"pass {expected!r}, or compile again with the value you need",
+                )
+        for path, value in leaves.items():
+            if isinstance(value, Tensor):
+                raise InputError(
+                    f"{self.owner}.forward: argument {path!r} is {_brief(value)}, but was compiled without it",
+                    why=f"the dummy arguments had {', '.join(self.leaves) or 'nothing'}",
+                    hint="leave it out, or compile again with it among the dummy arguments",
+                )
+        return tensors
+
+    def _check_tensor(self, path: str, spec: TensorSpec, value: Any, sizes: dict[str, tuple[int, str]]) -> Tensor:
+        """``value`` if it fits. ``sizes``: what each varying size is in this call, and where it was read first."""
+        if not isinstance(value, Tensor):
+            raise InputError(
+                f"{self.owner}.forward: argument {path!r} is {_brief(value)}, but was compiled as a tensor {spec}",
+                hint="pass a tensor",
+            )
+        if value.dtype != spec.dtype:
+            raise InputError(
+                f"{self.owner}.forward: argument {path!r} has dtype {_dtype(value.dtype)}, "
+                f"but was compiled for {_dtype(spec.dtype)}",
+                hint=f"pass {path}.to(torch.{_dtype(spec.dtype)}), or compile again with this dtype",
+            )
+        if value.ndim != len(spec.shape):
+            self._refuse_shape(path, spec, value, f"it has {value.ndim} dims, not {len(spec.shape)}")
+        for dim, (size, expected) in enumerate(zip(value.shape, spec.shape, strict=True)):
+            if isinstance(expected, int):
+                if size != expected:
+                    self._refuse_shape(path, spec, value, f"dim {dim} is {size}, not {expected}")
+            else:
+                known, source = sizes.setdefault(expected, (size, f"dim {dim} of {path!r}"))
+                if size != known:
+                    self._refuse_shape(path, spec, value, f"dim {dim} is {size}, but {expected} is {known} in {source}")
+        return value
+
+    def _refuse_missing(self, path: str, expected: Any) -> None:
+        what = f"a tensor {expected}" if isinstance(expected, TensorSpec) else repr(expected)
+        raise InputError(
+            f"{self.owner}.forward: argument {path!r} is missing", why=f"it was compiled with {what}", hint=f"pass {path}"
+        )
+
+    def _refuse_shape(self, path: str, spec: TensorSpec, value: Tensor, why: str) -> None:
+        raise InputError(
+            f"{self.owner}.forward: argument {path!r} has shape {list(value.shape)}, but was compiled for {spec}",
+            why=why,
+            hint="pass the compiled shape, or compile again and name the dims that vary in ComputeConfig.dynamic_dims",
+        )
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, tuple) and len(leaf) == 2 and isinstance(leaf[1], torch.dtype)
+
+
+def _same_literal(expected: Any, value: Any) -> bool:
+    # ``True == 1``, but a program traced with one is not the program traced with the other.
+    return value is expected or (type(value) is type(expected) and not isinstance(value, Tensor) and bool(value == expected))
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {_dtype(value.dtype)}{list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"a {type(value).__name__}"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,181 @@
+"""The manifest: what a directory of generated files is, and the digests its files must have."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwright.runtime.declarations import Declaration
+from shardwright.runtime.errors import LoadError
+from shardwright.runtime.layout import Mesh
+from shardwright.runtime.swap import write_file
+
+MANIFEST_FILE = "manifest.json"
+FORMAT_VERSION = 1
+"""Raised when files of an earlier format cannot be loaded any more."""
+
+
+def code_file(rank: int) -> str:
+    """The name of the file of plan rank ``rank``."""
+    return f"gencode{rank}.py"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What ``manifest.json`` says.
+
+    ``key``: the digest of what was asked for (traced graph, config, policy, versions). ``class_name``: of the generated
+    class. ``mesh``: of one unit; there is one code file per rank of it. ``files``: name to hex sha256 of every file made.
+    ``tensors``: parameters, buffers and constants by name, in the order of the original ``named_parameters()``.
+    ``request``: the config and whatever else the compiler needs to recognise its own work, as JSON.
+    """
+
+    key: str
+    class_name: str
+    mesh: Mesh
+    policy: str
+    files: Mapping[str, str]
+    tensors: Mapping[str, Declaration]
+    request: Mapping[str, Any] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+    shardwright_version: str = field(default_factory=lambda: version("shardwright"))
+    torch_version: str = field(default_factory=lambda: str(torch.__version__))
+
+    @property
+    def plan_ngpus(self) -> int:
+        return self.mesh.size
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format_version": self.format_version,
+            "shardwright_version": self.shardwright_version,
+            "torch_version": self.torch_version,
+            "key": self.key,
+            "class_name": self.class_name,
+            "mesh": [list(axis) for axis in self.mesh.axes],
+            "policy": self.policy,
+            "files": dict(sorted(self.files.items())),
+            "tensors": {name: declaration.to_json() for name, declaration in self.tensors.items()},
+            "request": dict(self.request),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Manifest:
+        """The reverse of :meth:`to_json`; ``KeyError``, ``TypeError`` or ``ValueError`` where it is not one."""
+        return cls(
+            key=data["key"],
+            class_name=data["class_name"],
+            mesh=Mesh(tuple((str(name), int(size)) for name, size in data["mesh"])),
+            policy=data["policy"],
+            files=dict(data["files"]),
+            tensors={name: Declaration.from_json(name, item) for name, item in data["tensors"].items()},
+            request=dict(data["request"]),
+            format_version=data["format_version"],
+            shardwright_version=data["shardwright_version"],
+            torch_version=data["torch_version"],
+        )
+
+    def write(self, directory: Path) -> None:
+        """Write it into ``directory``, replacing an older one atomically."""
+        write_file(directory / MANIFEST_FILE, (json.dumps(self.to_json(), indent=1) + "\n").encode())
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """The manifest of ``directory``, of a version that this installation can load.
+
+        Raises :class:`LoadError` if it is missing, damaged or of another version.
+        """
+        path = directory / MANIFEST_FILE
+        try:
+            data = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            raise LoadError(
+                f"{directory} holds no compiled module",
+                why=f"there is no {MANIFEST_FILE}",
+                hint="compile first, with shardwright.parallelize or `shardwright compile`, or copy the directory to this node",
+            ) from None
+        except ValueError as error:
+            raise _damaged(path, str(error)) from error
+        check_versions(path, data)
+        try:
+            return cls.from_json(data)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _damaged(path, f"{type(error).__name__}: {error}") from error
+
+
+def check_versions(path: Path, data: Any) -> None:
+    """Refuse a manifest of another format, another minor version of shardwright, or another major version of torch.
+
+    Generated code calls the runtime, whose interface may change with a minor version before 1.0; torch keeps the functions
+    that generated code calls within a major version.
+    """
+    if not isinstance(data, dict):
+        raise _damaged(path, "it is not a JSON object")
+    checks = (
+        ("format_version", str(FORMAT_VERSION), 1, "format version"),
+        ("shardwright_version", version("shardwright"), 2, "shardwright"),
+        ("torch_version", str(torch.__version__), 1, "torch"),
+    )
+    for field_name, installed, num_parts, title in checks:
+        if field_name not in data:
+            raise _damaged(path, f"it has no {field_name}")
+        made_with = str(data[field_name])
+        if made_with.split(".")[:num_parts] != installed.split(".")[:num_parts]:
+            raise LoadError(
+                f"{path.parent} was compiled with another version of shardwright"
+                if field_name != "torch_version"
+                else f"{path.parent} was compiled with another version of torch",
+                why=f"its {title} is {made_with}, here it is {installed}",
+                hint="compile again with reuse='override', or install the version it was made with",
+            )
+
+
+def accept(directory: Path | str) -> list[str]:
+    """Make the code files of ``directory``, as they are now, the ones the manifest stands for. Returns the names that changed.
+
+    Raises :class:`LoadError` if a file is missing or is no valid Python.
+    """
+    directory = Path(directory)
+    manifest = Manifest.read(directory)
+    files = dict(manifest.files)
+    for rank in range(manifest.plan_ngpus):
+        name = code_file(rank)
+        source = read_file(directory, name)
+        try:
+            compile(source, str(directory / name), "exec", dont_inherit=True)
+        except (SyntaxError, ValueError) as error:
+            what = f"{directory / name} is not valid Python"
+            raise LoadError(what, why=str(error), hint="fix it, then accept again") from error
+        files[name] = sha256(source)
+    changed = [name for name, digest in files.items() if manifest.files.get(name) != digest]
+    if changed:
+        Manifest.from_json({**manifest.to_json(), "files": files}).write(directory)
+    return changed
+
+
+def sha256(data: bytes) -> str:
+    """The hex digest that manifests hold."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def read_file(directory: Path, name: str) -> bytes:
+    """The bytes of a file that the manifest promises; :class:`LoadError` if it is not there."""
+    try:
+        return (directory / name).read_bytes()
+    except FileNotFoundError:
+        raise LoadError(
+            f"{directory / name} is missing",
+            why=f"{MANIFEST_FILE} lists it",
+            hint="copy the whole directory to this node, or compile again with reuse='override'",
+        ) from None
+
+
+def _damaged(path: Path, why: str) -> LoadError:
+    return LoadError(f"{path} is damaged", why=why, hint="compile again with reuse='override'")

@@ -1,0 +1,323 @@
+"""The base of generated classes: one rank's part of a compiled module.
+
+A generated class looks like this:
+
+    class MLP(ParallelModule):
+        mesh = Mesh((("tp", 2),))
+        rank = 0                                              # plan rank: tp=0
+        inputs = {"x": ("[batch, 8]", torch.float64)}
+
+        def declare(self):
+            self.parameter("up.weight", "[32/tp, 8]", torch.float64)
+            self.parameter("up.bias", "[32/tp]", torch.float64)
+            self.parameter("down.weight", "[8, 32/tp]", torch.float64)
+
+        def forward(self, x=ABSENT):
+            self.check_inputs({"x": x}, {})
+            tp = self.axis("tp")
+            ...
+            y = linear(x, self.up.weight, self.up.bias)       # [batch, 32/tp]
+
+**Reading tensors.** They lie in a tree of scopes under their original names: ``self.blocks[0].attn.weight``. A path with a
+name that is no identifier is indexed, ``block["a-b.weight"]``. On the first level a name may be one that a
+``ParallelModule`` uses itself (:data:`RESERVED_NAMES`, such as ``mesh`` or ``rank``): ``self.weights("mesh.weight")`` reads
+any path. Constants of the trace are read by the name they are declared with, ``self.const_0``.
+
+**Updating buffers.** Generated code calls ``self.update_buffer("bn.running_mean", value)``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.runtime.checksum import differing
+from shardwright.runtime.communicator import Communicator
+from shardwright.runtime.declarations import Declaration
+from shardwright.runtime.errors import CheckpointError, DistributedError, InputError
+from shardwright.runtime.groups import AxisGroup, RankMesh
+from shardwright.runtime.inputs import InputTable
+from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.ops.random import RngMode, RngState
+from shardwright.runtime.scope import Place, Scope, place
+from shardwright.runtime.weights import WeightFiles
+from shardwright.runtime.world import current_world
+
+
+class ParallelModule(Scope):
+    """One rank's part of a compiled module. Otherwise an ordinary ``nn.Module`` with the original names.
+
+    ``mesh``, ``rank``, ``inputs``, ``seed`` and ``rng_mode`` are set by the generated class: the mesh of a unit, the plan
+    rank the file is for, the leaves of the arguments (see :mod:`shardwright.runtime.inputs`), and how random numbers are
+    drawn. ``ranks``: the groups of this rank. ``rng``: seed, step and microbatch of its random numbers.
+
+    Constructing one is collective: all ranks of the world do it, in the same order. With ``init_params`` the tensors get
+    the values the model was compiled with. Without, parameters and persistent buffers are uninitialised and wait for
+    ``load_state_dict`` or ``broadcast_weights``; non-persistent buffers and constants are real in both cases, as no
+    checkpoint holds them.
+
+    Raises :class:`DistributedError` if the file is for another rank or number of ranks, and :class:`LoadError` if the
+    values are missing.
+    """
+
+    mesh: ClassVar[Mesh]
+    rank: ClassVar[int]
+    inputs: ClassVar[Mapping[str, Any]]
+    seed: ClassVar[int] = 0
+    rng_mode: ClassVar[RngMode] = "fast"
+
+    ranks: RankMesh
+    rng: RngState
+    _declarations: dict[str, Declaration]
+    _places: dict[str, tuple[Place, ...]]
+    _trained: list[tuple[dict[str, nn.Parameter | None], str, bool]]
+    _input_table: InputTable
+    _inputs_compared: bool
+    _unit: Communicator
+    _device: torch.device
+
+    def __init__(self, init_params: bool = True) -> None:
+        super().__init__()
+        world = current_world()
+        ranks = RankMesh(self.mesh, world)
+        if ranks.rank != self.rank:
+            raise DistributedError(
+                f"{type(self).__name__} is the part of plan rank {self.rank}, but this is rank {world.rank}",
+                why=f"in units of {self.mesh.size} that is plan rank {ranks.rank}",
+                hint="let shardwright.parallelize or load_class choose the file of this rank",
+            )
+        self.ranks = ranks
+        self.rng = RngState(self.seed, self.rng_mode, self.mesh, ranks.coords, ranks.unit)
+        self._unit = ranks.group(self.mesh.names)
+        self._device = world.device
+        self._input_table = InputTable(type(self).__name__, self.inputs)
+        self._inputs_compared = False
+        self._declarations = {}
+        self._places = {}
+        self._trained = []
+        self.declare()
+        self._make_tensors(init_params)
+
+    # What a generated ``declare`` calls
+
+    def declare(self) -> None:
+        """Name every tensor. A generated class does it in the order of the original ``named_parameters()``.
+
+        That order becomes the order of ``parameters()``, by which optimizers number their state.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is no generated class: it does not declare its tensors")
+
+    def parameter(
+        self, name: str, layout: str, dtype: torch.dtype, *, aliases: tuple[str, ...] = (), requires_grad: bool = True
+    ) -> None:
+        """Declare a parameter by FQN. ``aliases``: its other FQNs if it is tied. ``layout`` is the text of a layout."""
+        self._declare(Declaration(name, "parameter", Layout.parse(layout), dtype, aliases, requires_grad=requires_grad))
+
+    def buffer(
+        self, name: str, layout: str, dtype: torch.dtype, *, aliases: tuple[str, ...] = (), persistent: bool = True
+    ) -> None:
+        """Declare a buffer by FQN."""
+        self._declare(Declaration(name, "buffer", Layout.parse(layout), dtype, aliases, persistent))
+
+    def constant(self, name: str, layout: str, dtype: torch.dtype) -> None:
+        """Declare a tensor that the traced code captured. ``name`` is an identifier that no module of the model has."""
+        self._declare(Declaration(name, "constant", Layout.parse(layout), dtype, persistent=False))
+
+    def _declare(self, declaration: Declaration) -> None:
+        assert declaration.name not in self._declarations, f"{declaration.name} is declared twice"
+        self._declarations[declaration.name] = declaration
+
+    def _make_tensors(self, init_params: bool) -> None:
+        with WeightFiles(generated_directory(type(self))) as files:
+            for declaration in self._declarations.values():
+                if init_params or not declaration.is_initial_weight:
+                    value = files.read(declaration, self.mesh, self.ranks.coords).to(self._device)
+                else:
+                    shape = declaration.layout.local_shape(self.mesh, self.ranks.coords)
+                    value = torch.empty(shape, dtype=declaration.dtype, device=self._device)
+                tensor = nn.Parameter(value, declaration.requires_grad) if declaration.kind == "parameter" else value
+                self._put(declaration.name, declaration, tensor)
+                if declaration.kind == "parameter":
+                    scope, leaf = self._places[declaration.name][0]
+                    self._trained.append((scope._parameters, leaf, declaration.requires_grad))
+        # After all first names: a scope that holds nothing but an alias must not come before its elder siblings.
+        for declaration in self._declarations.values():
+            for alias in declaration.aliases:
+                self._put(alias, declaration, self.weights(declaration.name))
+
+    def _put(self, fqn: str, declaration: Declaration, tensor: Tensor) -> None:
+        where = place(self, fqn)
+        if isinstance(tensor, nn.Parameter):
+            where.put_parameter(tensor)
+        else:
+            where.put_buffer(tensor, persistent=declaration.persistent)
+        self._places[declaration.name] = (*self._places.get(declaration.name, ()), where)
+
+    # What a generated ``forward`` calls
+
+    def axis(self, name: str) -> AxisGroup:
+        """The ranks of the unit that differ from this one along a mesh axis only."""
+        return self.ranks.axis(name)
+
+    def weights(self, path: str) -> Any:
+        """The parameter, buffer, constant or scope at a path of original names, whatever else the name may mean here."""
+        return self[path]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module's tensors live; it follows ``to()``, ``cuda()`` and the like."""
+        return self._device
+
+    def check_inputs(self, given: Mapping[str, Any], absent: Mapping[str, Any] | None = None) -> None:
+        """Begin a call, and refuse one that the program was not made for. ``given``: the arguments it was compiled with, by
+        name (or their leaves, by path); ``absent``: the others, which must be ``ABSENT``.
+
+        Shapes, dtypes, literals and ``requires_grad`` of the parameters are checked at every call. At the first call the
+        ranks of the unit compare the values, by checksums.
+
+        Raises :class:`InputError`.
+        """
+        tensors = self._input_table.check(given, absent or {})
+        if torch.is_grad_enabled():
+            self._check_requires_grad()
+        if not self._inputs_compared:
+            self._inputs_compared = True
+            self._compare_inputs(tensors)
+        if self.training:
+            self.rng.next_microbatch()
+
+    def _check_requires_grad(self) -> None:
+        # Read from where they live: load_state_dict(assign=True) and some conversions put other Parameter objects there.
+        for parameters, leaf, requires_grad in self._trained:
+            parameter = parameters[leaf]
+            assert parameter is not None
+            if parameter.requires_grad is not requires_grad:
+                self._refuse_requires_grad(parameter)
+
+    def _refuse_requires_grad(self, parameter: nn.Parameter) -> None:
+        name = next(name for name, other in self.named_parameters() if other is parameter)
+        now, then = ("trained", "frozen") if parameter.requires_grad else ("frozen", "trained")
+        raise InputError(
+            f"parameter {name!r} of {type(self).__name__} is {now}, but was {then} when it was compiled",
+            why="which gradients are communicated, and how, was decided then",
+            hint=f"set its requires_grad back to {not parameter.requires_grad}, or set it on the original module "
+            "and compile again",
+        )
+
+    def _compare_inputs(self, tensors: Mapping[str, Tensor]) -> None:
+        found = differing(tensors, self._unit)
+        if found is not None:
+            name, alike = found
+            raise InputError(
+                f"{type(self).__name__}.forward: argument {name!r} is not the same on all ranks of a unit",
+                why="these ranks agree with each other: " + "; ".join(", ".join(map(str, ranks)) for ranks in alike),
+                hint=f"give the {self.mesh.size} ranks of a unit the same batch: shard the data over "
+                f"{self.ranks.num_units} unit(s), by rank // {self.mesh.size}",
+            )
+
+    def update_buffer(self, fqn: str, value: Tensor) -> None:
+        """Give a buffer a new value, under all its names.
+
+        The buffer becomes a new tensor: the old one may have been saved for backward, and ``value`` may be an input.
+        """
+        fresh = value.detach().clone()
+        old = self.weights(fqn)
+        assert fresh.shape == old.shape and fresh.dtype == old.dtype, (
+            f"{fqn} is {old.dtype}{list(old.shape)}, its update is {fresh.dtype}{list(fresh.shape)}"
+        )
+        for scope, leaf in self._places[fqn]:
+            scope._buffers[leaf] = fresh
+
+    # For the reducer, optimizers and checkpoints
+
+    @property
+    def declarations(self) -> tuple[Declaration, ...]:
+        """What the generated class declared, in order."""
+        return tuple(self._declarations.values())
+
+    def trained_parameters(self) -> Iterator[tuple[Declaration, nn.Parameter]]:
+        """The parameters that get gradients, in order, each once."""
+        for declaration in self._declarations.values():
+            if declaration.requires_grad:
+                parameter = self.weights(declaration.name)
+                assert isinstance(parameter, nn.Parameter)
+                yield declaration, parameter
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What a state dict of this rank holds besides tensors, as JSON values: layouts, coordinates, random numbers."""
+        saved = [declaration for declaration in self._declarations.values() if declaration.is_initial_weight]
+        return {
+            "mesh": [list(axis) for axis in self.mesh.axes],
+            "rank": self.rank,
+            "layouts": {name: str(declaration.layout) for declaration in saved for name in declaration.names},
+            "rng": self.rng.to_json(),
+        }
+
+    def set_extra_state(self, state: Any) -> None:
+        """Check that a state dict is one of this rank under this plan, and take over its random numbers.
+
+        Raises :class:`CheckpointError` if it is not.
+        """
+        mine = self.get_extra_state()
+        hint = "load it where it was saved, or merge the state dicts of all ranks and load the merged one"
+        for part, title in (("mesh", "mesh"), ("rank", "plan rank")):
+            if state[part] != mine[part]:
+                raise CheckpointError(
+                    f"the state dict of {type(self).__name__} is of another {title}",
+                    why=f"it was saved with {title} {state[part]}, here it is {mine[part]}",
+                    hint=hint,
+                )
+        for name in sorted(state["layouts"].keys() & mine["layouts"].keys()):
+            if state["layouts"][name] != mine["layouts"][name]:
+                raise CheckpointError(
+                    f"the state dict of {type(self).__name__} holds {name!r} in another layout",
+                    why=f"it was saved as {state['layouts'][name]}, here it is {mine['layouts'][name]}",
+                    hint=hint,
+                )
+        self.rng.load_json(state["rng"])
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *rest: Any) -> None:
+        """Also accept a state dict of the original module where every rank holds whole tensors."""
+        key = f"{prefix}_extra_state"
+        if key not in state_dict:
+            cut = next((d for d in self._declarations.values() if d.is_initial_weight and d.layout.cut_axes), None)
+            if cut is not None:
+                raise CheckpointError(
+                    f"the state dict has no layouts for {type(self).__name__}",
+                    why=f"{key!r} is missing, and this rank holds a piece of {cut.name!r}: {cut.layout}",
+                    hint="load the state dict that this rank saved, or a merged one with load_merged_state_dicts",
+                )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
+        missing_keys = rest[0]
+        if key in missing_keys:
+            missing_keys.remove(key)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._device = fn(torch.empty(0, device=self._device)).device
+        return self
+
+    def _get_name(self) -> str:
+        return type(self).__name__
+
+    def extra_repr(self) -> str:
+        """The mesh, and where on it this rank is."""
+        coords = ", ".join(f"{name}={index}" for name, index in self.ranks.coords.items())
+        place_in_unit = f"rank {self.rank} ({coords})" if coords else f"rank {self.rank}"
+        return f"mesh {self.mesh}; {place_in_unit}; unit {self.ranks.unit} of {self.ranks.num_units}"
+
+
+RESERVED_NAMES = frozenset({*dir(ParallelModule), *vars(nn.Module()), *ParallelModule.__annotations__})
+"""Names that mean something else on a ``ParallelModule``: children of that name are read with ``weights()``."""
+
+
+def generated_directory(cls: type[ParallelModule]) -> Path:
+    """The folder of the file that defines a generated class."""
+    file = sys.modules[cls.__module__].__file__
+    assert file is not None, f"{cls.__module__} was not loaded from a file"
+    return Path(file).parent

@@ -1,0 +1,191 @@
+"""The reducer: sums parameter gradients over the ranks that hold summands of them.
+
+Which ranks those are follows from the plan: the mesh axes on which a parameter's layout is gradient-partial (G), times the
+units. Each gradient is summed exactly once between ``zero_grad`` and ``step``.
+
+With ``asynchronous`` the sum of a bucket starts in backward, as soon as all its gradients are there and all buckets before it
+have started: the order of collectives is the same on all ranks, whatever each of them used. What has not started by then
+starts in :meth:`Reducer.sync`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shardwright.runtime.bucket import Bucket, GradientSum, is_reduced, make_buckets, set_reduced
+from shardwright.runtime.errors import UsageError
+
+DEFAULT_BUCKET_CAP_MB = 25.0
+
+ReducerHook = Callable[["Reducer", Tensor], Any]
+"""Called with the reducer and the flat gradients [elements] of one bucket, which it may change in place."""
+
+
+class Reducer:
+    """Sums gradients over ranks, in buckets.
+
+    ``sums``: what to sum, in the order of the parameters; buckets are filled from its end, as backward does. ``divisor``:
+    the number of units where gradients are averaged over them, else 1.
+    """
+
+    def __init__(
+        self, sums: Sequence[GradientSum], *, divisor: int = 1, bucket_cap_mb: float | None = None, asynchronous: bool = False
+    ) -> None:
+        cap_mb = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
+        self.buckets = make_buckets(list(reversed(sums)), cap_mb * 2**20)
+        self.divisor = divisor
+        self.asynchronous = asynchronous
+        self.is_synced = False
+        self._next = 0  # the first bucket that has not started
+        self._holding = False
+        self._pre_hooks: dict[int, ReducerHook] = {}
+        self._post_hooks: dict[int, ReducerHook] = {}
+        self._handles = [
+            member.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                self._on_gradient(bucket, index)
+            )
+            for bucket in self.buckets
+            for index, member in enumerate(bucket.members)
+        ]
+
+    @property
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All parameters whose gradients are looked after, bucket by bucket."""
+        return (member.parameter for bucket in self.buckets for member in bucket.members)
+
+    def sync(self) -> None:
+        """Sum every gradient that has not been summed since it was cleared. Collective; a second call does nothing.
+
+        Raises :class:`UsageError` inside :meth:`no_sync`.
+        """
+        if self._holding:
+            raise UsageError(
+                "gradients cannot be synchronised inside no_sync()",
+                why="there they are only accumulated",
+                hint="leave the no_sync() block before the last backward",
+            )
+        if self.is_synced:
+            return
+        for bucket in self.buckets:
+            if not bucket.started and not bucket.is_reduced:
+                bucket.start(self._before)
+        for bucket in self.buckets:
+            if bucket.started:
+                bucket.finish(self.divisor, self._after)
+        self.is_synced = True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside the block only accumulate; the sums are taken with those of the first one after it."""
+        previous, self._holding = self._holding, True
+        try:
+            yield
+        finally:
+            self._holding = previous
+
+    def clear(self, set_to_none: bool = True) -> None:
+        """Forget all gradients: the next backward begins anew."""
+        self.reopen()
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                continue
+            if set_to_none:
+                parameter.grad = None
+            else:
+                parameter.grad.detach_().zero_()
+                set_reduced(parameter.grad, False)
+
+    def reopen(self) -> None:
+        """Expect new gradients: after a step."""
+        self._finish_started()
+        self.is_synced = False
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.started = False
+            bucket.arrived.clear()
+
+    def register_pre_hook(self, hook: ReducerHook) -> RemovableHandle:
+        """Call ``hook(reducer, gradients)`` before each bucket is summed."""
+        return _register(self._pre_hooks, hook)
+
+    def register_post_hook(self, hook: ReducerHook) -> RemovableHandle:
+        """Call ``hook(reducer, gradients)`` after each bucket was summed (and averaged)."""
+        return _register(self._post_hooks, hook)
+
+    def detach(self) -> None:
+        """Stop looking after the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @property
+    def is_attached(self) -> bool:
+        return bool(self._handles) or not self.buckets
+
+    def _on_gradient(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
+        member = bucket.members[index]
+
+        def arrive(parameter: Tensor) -> None:
+            if is_reduced(parameter.grad):
+                raise UsageError(
+                    f"backward reached {member.name!r} after its gradient was synchronised",
+                    why="each gradient is summed over the ranks once; adding to a sum would count it again",
+                    hint="call optimizer.zero_grad() before this backward; to accumulate, synchronise after the last one",
+                )
+            if self.is_synced:  # the user cleared the gradients by other means than the optimizer's zero_grad
+                self.reopen()
+            if self.asynchronous and not self._holding:
+                self._refuse_second_backward(bucket, index)
+                bucket.take(index)
+                bucket.arrived.add(index)
+                self._start_complete()
+            else:
+                bucket.take(index)
+
+        return arrive
+
+    def _start_complete(self) -> None:
+        """Start buckets in order as far as they are complete."""
+        while self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
+            if len(bucket.arrived) < len(bucket.members):
+                return
+            bucket.start(self._before)
+            self._next += 1
+
+    def _refuse_second_backward(self, bucket: Bucket, index: int) -> None:
+        if bucket.started or index in bucket.arrived:
+            raise UsageError(
+                f"a second backward reached {bucket.members[index].name!r} before the step",
+                why="with use_async_reducer the first one already started to sum gradients over the ranks",
+                hint="run all backward passes but the last inside `with optimizer.no_sync():`, or leave out use_async_reducer",
+            )
+
+    def _finish_started(self) -> None:
+        """Wait for sums under way that nobody asked for: their buffers must not be touched before."""
+        if not self.is_synced:
+            for bucket in self.buckets:
+                if bucket.started:
+                    bucket.finish(self.divisor, self._after)
+
+    def _before(self, gradients: Tensor) -> None:
+        with torch.no_grad():
+            for hook in tuple(self._pre_hooks.values()):
+                hook(self, gradients)
+
+    def _after(self, gradients: Tensor) -> None:
+        with torch.no_grad():
+            for hook in tuple(self._post_hooks.values()):
+                hook(self, gradients)
+
+
+def _register(hooks: dict[int, ReducerHook], hook: ReducerHook) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle

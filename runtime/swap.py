@@ -1,0 +1,76 @@
+"""Replacing files and folders so that readers see the old one or the new one, never a mixture."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Replace the content of ``path`` atomically."""
+    temporary = _beside(path, "new")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def write_folder(target: Path) -> Iterator[Path]:
+    """An empty folder beside ``target`` to write into; it becomes ``target`` when the ``with`` block ends well.
+
+    If the block raises, the new folder is deleted and ``target`` is what it was. If the process is killed between the two
+    renames at the end, the next call on the same target, or :func:`recover_folder`, puts the old folder back.
+    """
+    recover_folder(target)
+    fresh = _beside(target, "new")
+    fresh.mkdir(parents=True)
+    try:
+        yield fresh
+        replace_folder(target, fresh)
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
+
+
+def replace_folder(target: Path, fresh: Path) -> None:
+    """Put ``fresh`` in the place of ``target``, which may not exist. Both must lie in one file system."""
+    previous = _previous(target)
+    if not target.exists():
+        os.rename(fresh, target)
+        return
+    os.rename(target, previous)
+    try:
+        os.rename(fresh, target)
+    except BaseException:
+        os.rename(previous, target)
+        raise
+    shutil.rmtree(previous)
+
+
+def recover_folder(target: Path) -> None:
+    """Undo a replacement of ``target`` that was killed half way."""
+    previous = _previous(target)
+    if previous.exists():
+        if target.exists():
+            shutil.rmtree(previous)
+        else:
+            os.rename(previous, target)
+
+
+def _previous(target: Path) -> Path:
+    return target.with_name(f".{target.name}.previous")
+
+
+def _beside(path: Path, what: str) -> Path:
+    """A hidden name in the same folder, so in the same file system, that nobody else uses."""
+    return path.with_name(f".{path.name}.{what}.{secrets.token_hex(4)}")

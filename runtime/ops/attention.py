@@ -1,0 +1,52 @@
+"""Attention with dropout on its weights: written out, as PyTorch's kernels draw their masks from the global generator."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwright.runtime.ops.dropout import dropout
+from shardwright.runtime.ops.random import NamedSizes, RngState
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    rng: RngState,
+    draw: str,
+    layout: str,
+    sizes: NamedSizes = (),
+) -> Tensor:
+    """``F.scaled_dot_product_attention``; ``layout`` is that of the attention weights ``[..., L, S]``.
+
+    query ``[..., L, E]``, key ``[..., S, E]``, value ``[..., S, Ev]``; with ``enable_gqa`` the head dim (-3) of key and value
+    is smaller, and each of their heads serves a run of query heads.
+    """
+    if dropout_p == 0:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if enable_gqa:
+        repeats = query.shape[-3] // max(key.shape[-3], 1)
+        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+    scores = query @ key.transpose(-2, -1) * (scale if scale is not None else 1 / math.sqrt(query.shape[-1]))  # [..., L, S]
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        # A row without any key gives zeros, as PyTorch's own kernels have it, where a plain softmax gives nan.
+        scores = scores.masked_fill(attn_mask.logical_not(), -math.inf)
+        weights = scores.masked_fill(attn_mask.any(-1, keepdim=True).logical_not(), 0.0).softmax(-1)
+        weights = weights.masked_fill(attn_mask.logical_not(), 0.0)
+    else:
+        weights = (scores if attn_mask is None else scores + attn_mask).softmax(-1)
+    return dropout(weights, dropout_p, rng=rng, draw=draw, layout=layout, sizes=sizes) @ value

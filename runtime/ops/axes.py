@@ -1,0 +1,45 @@
+"""What parallel operators share: reducing over the axes that split a factor, and accumulating in a wide enough dtype."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from shardwright.runtime.counters import Phase
+from shardwright.runtime.groups import AxisGroup
+
+Axes = tuple[AxisGroup, ...]
+"""The axes that split one factor, major to minor."""
+
+
+def communicating(axes: Axes) -> Axes:
+    """Those of several ranks."""
+    return tuple(axis for axis in axes if axis.size > 1)
+
+
+def sum_over(x: Tensor, axes: Axes, phase: Phase = "forward") -> Tensor:
+    """The sum over the ranks of all ``axes``; records no gradient."""
+    for axis in axes:
+        x = axis.communicator.all_reduce(x, "sum", phase=phase)
+    return x.detach()
+
+
+def max_over(x: Tensor, axes: Axes, phase: Phase = "forward") -> Tensor:
+    """The maximum over the ranks of all ``axes``; records no gradient."""
+    for axis in axes:
+        x = axis.communicator.all_reduce(x, "max", phase=phase)
+    return x.detach()
+
+
+def local_max(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The maximum along ``dims``, kept with size 1; minus infinity where there is no element."""
+    if x.numel() == 0:
+        return x.new_full([1 if dim in dims else size for dim, size in enumerate(x.shape)], -math.inf)
+    return x.amax(dims, keepdim=True)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Half precision is summed in single precision, as PyTorch's kernels do."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -1,0 +1,162 @@
+"""Random numbers that depend on the plan in a known way, and never on the global generators.
+
+Every draw has a generator of its own, seeded by a hash of the module's seed, the name of the draw, the step, the microbatch,
+the unit and, in mode ``"fast"``, this rank's coordinates along the axes that cut the tensor drawn. So ranks that hold copies
+(or summands) draw the same numbers, ranks that hold different pieces draw different ones, and a recomputation draws what the
+first computation drew. In mode ``"plan_independent"`` every rank draws the numbers of the whole tensor and keeps its piece:
+slower, but the same under every plan, one rank included.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shardwright.runtime.layout import Atom, Layout, Mesh
+
+RngMode = Literal["fast", "plan_independent"]
+
+Moment = tuple[int, int]
+"""Step and microbatch."""
+
+NamedSizes = Sequence[tuple[str, int]]
+"""The values of the sizes that occur by name in the text of a layout."""
+
+
+class RngState:
+    """What all draws of one module on one rank depend on.
+
+    ``step`` and ``microbatch`` advance with :meth:`next_step` and :meth:`next_microbatch`; seed, step and microbatch are what
+    a checkpoint saves.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        mode: RngMode = "fast",
+        mesh: Mesh | None = None,
+        coords: Mapping[str, int] | None = None,
+        unit: int = 0,
+    ) -> None:
+        self.seed = seed
+        self.mode = mode
+        self.mesh = mesh if mesh is not None else Mesh()
+        self.coords = dict(coords or {})
+        self.unit = unit
+        self.step = 0
+        self.microbatch = 0
+
+    def next_microbatch(self) -> None:
+        """From now on draw for the next forward of this step."""
+        self.microbatch += 1
+
+    def next_step(self) -> None:
+        """From now on draw for the first forward of the next step."""
+        self.step, self.microbatch = self.step + 1, 0
+
+    @property
+    def moment(self) -> Moment:
+        """Which forward is drawn for: to draw the same again, see :meth:`at`."""
+        return self.step, self.microbatch
+
+    @contextmanager
+    def at(self, moment: Moment) -> Iterator[None]:
+        """Draw as in the forward of ``moment`` inside the ``with`` block, to recompute it."""
+        now = self.moment
+        self.step, self.microbatch = moment
+        try:
+            yield
+        finally:
+            self.step, self.microbatch = now
+
+    def to_json(self) -> dict[str, int]:
+        return {"seed": self.seed, "step": self.step, "microbatch": self.microbatch}
+
+    def load_json(self, state: Mapping[str, int]) -> None:
+        """Continue where a saved state was; which rank this is does not change."""
+        self.seed, self.step, self.microbatch = state["seed"], state["step"], state["microbatch"]
+
+    def generator_seed(self, draw: str, axes: Sequence[str] = ()) -> int:
+        """The 64-bit seed of a draw; ``axes``: those along which ranks draw differently."""
+        coords = [f"{axis}={self.coords[axis]}" for axis in sorted(axes)] if self.mode == "fast" else []
+        text = "|".join(map(str, [self.seed, draw, self.step, self.microbatch, self.unit, *coords]))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+    def generator(self, draw: str, device: torch.device, axes: Sequence[str] = ()) -> torch.Generator:
+        """A fresh generator for one draw."""
+        return torch.Generator(device).manual_seed(self.generator_seed(draw, axes))
+
+
+Make = Callable[[tuple[int, ...], torch.Generator], Tensor]
+"""Draws a tensor of a shape from a generator."""
+
+
+@lru_cache(maxsize=4096)
+def read_layout(text: str, sizes: tuple[tuple[str, int], ...] = ()) -> Layout:
+    """Parse a layout whose sizes may be names, given their values.
+
+    A name is a size unless a slash stands before it; then it is an axis. ``read_layout("[batch/dp, 8]", (("batch", 6),))``.
+    """
+    values = dict(sizes)
+    dims, bracket, marks = text.partition("]")
+    named = re.sub(r"(?<![/\w])[A-Za-z_]\w*", lambda match: str(values.get(match[0], match[0])), dims)
+    return Layout.parse(f"{named}{bracket}{marks}")
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One draw of an operator: whose, which, and the layout of the tensor drawn."""
+
+    rng: RngState
+    name: str
+    layout: Layout
+
+    @classmethod
+    def of(cls, rng: RngState, name: str, layout: str, sizes: NamedSizes = ()) -> Draw:
+        """From the keyword arguments that generated code gives to a random function."""
+        return cls(rng, name, read_layout(layout, tuple((name, int(size)) for name, size in sizes)))
+
+    def with_dim(self, dim: int, size: int) -> Draw:
+        """The same with another, uncut dim in the place of ``dim``."""
+        return replace(self, layout=self.layout.with_dim(dim % len(self.layout.dims), (Atom((size,)),)))
+
+    def piece(self, device: torch.device, make: Make) -> Tensor:
+        """Draw the tensor with ``make(shape, generator)``; the result is this rank's piece."""
+        rng, layout = self.rng, self.layout
+        generator = rng.generator(self.name, device, layout.cut_axes)
+        if rng.mode == "fast" or not layout.cut_axes:
+            return make(layout.local_shape(rng.mesh, rng.coords), generator)
+        whole = make(layout.shape, generator)
+        for dim in range(whole.ndim):
+            if layout.dim_axes(dim):
+                parts = [whole.narrow(dim, start, stop - start) for start, stop in layout.runs(dim, rng.mesh, rng.coords)]
+                whole = torch.cat(parts, dim) if parts else whole.narrow(dim, 0, 0)
+        return whole
+
+    def uniform(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Numbers from ``[0, 1)``."""
+        return self.piece(device, lambda shape, g: torch.rand(shape, generator=g, device=device, dtype=dtype))
+
+    def normal(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Numbers from the standard normal distribution."""
+        return self.piece(device, lambda shape, g: torch.randn(shape, generator=g, device=device, dtype=dtype))
+
+    def exponential(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Numbers from the exponential distribution of rate 1."""
+        return self.piece(device, lambda shape, g: torch.empty(shape, device=device, dtype=dtype).exponential_(generator=g))
+
+    def kept(self, device: torch.device, dtype: torch.dtype, probability: float) -> Tensor:
+        """Ones with this probability, zeros else."""
+
+        def make(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+            return torch.empty(shape, device=device, dtype=dtype).bernoulli_(probability, generator=generator)
+
+        return self.piece(device, make)

@@ -1,0 +1,157 @@
+"""What a training step of generated code costs, beside the same step made with PyTorch's own parts.
+
+    python benchmarks/step_time.py [--pairs 20] [--only tp]
+
+Three comparisons on a 4-layer GPT in float32, AdamW, CPU with one thread per rank, gloo:
+
+    eager   generated code of one rank      against the module itself
+    dp      policy dp, 2 ranks              against DistributedDataParallel
+    tp      policy tp, 2 ranks              against DTensor's parallelize_module with loss_parallel
+
+Both sides live in the same processes and take turns step by step, so that load from elsewhere meets both. A step is
+zero_grad, forward, backward, gradient synchronisation, optimizer step. The peers' settings are the best that were found for
+this case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from models import GPT
+from pairs import compare
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import shardwright
+
+BATCH_SIZE, SEQ_LENGTH, VOCAB_SIZE = 8, 128, 8192
+NUM_RANKS = {"eager": 1, "dp": 2, "tp": 2}
+LEARNING_RATE = 1e-3
+
+Step = Callable[[], float]
+"""One training step; returns the loss."""
+
+
+def make_model() -> GPT:
+    """The 4-layer GPT, the same on every rank."""
+    torch.manual_seed(0)
+    return GPT(num_layers=4, hidden_size=384, num_heads=6, vocab_size=VOCAB_SIZE, max_length=SEQ_LENGTH)
+
+
+def make_batch(seed: int) -> dict[str, torch.Tensor]:
+    """Random tokens and labels."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCAB_SIZE, (BATCH_SIZE, SEQ_LENGTH + 1), generator=generator)
+    return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+
+def stepper(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: dict[str, torch.Tensor],
+    around_backward: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Step:
+    """A function that trains one step."""
+
+    def step() -> float:
+        optimizer.zero_grad()
+        with around_backward():
+            loss = model(**batch)
+            loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def ours(policy: str, folder: str, batch: dict[str, torch.Tensor]) -> Step:
+    """The module compiled by shardwright."""
+    world_size = dist.get_world_size()
+    config = shardwright.ComputeConfig(
+        plan_ngpus=1 if policy == "dp" else world_size,
+        runtime_ngpus=world_size,
+        grad_reduction="mean",
+        use_async_reducer=policy == "dp" and world_size > 1,
+    )
+    model = shardwright.parallelize(make_model(), batch, policy, config, gen_savedir=folder, reuse="moo")
+    return stepper(model, shardwright.build_optimizer(model, torch.optim.AdamW, config, lr=LEARNING_RATE), batch)
+
+
+def eager(batch: dict[str, torch.Tensor]) -> Step:
+    """The module itself."""
+    model = make_model()
+    return stepper(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), batch)
+
+
+def ddp(batch: dict[str, torch.Tensor]) -> Step:
+    """DistributedDataParallel; a static graph and gradients that are views of the buckets are its fastest settings."""
+    model = DistributedDataParallel(make_model(), gradient_as_bucket_view=True, static_graph=True)
+    return stepper(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), batch)
+
+
+def dtensor_tp(batch: dict[str, torch.Tensor]) -> Step:
+    """Megatron's plan by hand: column and row parallel linears, vocabulary-parallel embedding and loss."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = make_model()
+    block = {
+        "attention.query": ColwiseParallel(),
+        "attention.key": ColwiseParallel(),
+        "attention.value": ColwiseParallel(),
+        "attention.out": RowwiseParallel(),
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(),
+    }
+    plan = {f"blocks.{index}.{name}": style for index in range(len(model.blocks)) for name, style in block.items()}
+    plan["token"] = RowwiseParallel(input_layouts=Replicate())
+    plan["head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(model, mesh, plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    return stepper(model, optimizer, batch, around_backward=loss_parallel)
+
+
+def run_rank(case: str, folder: str, num_pairs: int) -> None:
+    """One comparison on the calling rank; rank 0 prints."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    batch = make_batch(seed=rank if case == "dp" else 0)
+    ours_step = ours("tp" if case == "tp" else "dp", folder, batch)
+    their_step = {"eager": eager, "dp": ddp, "tp": dtensor_tp}[case](batch)
+    first, second = ours_step(), their_step()
+    assert abs(first - second) < 1e-4 * abs(second), f"the two sides train different things: loss {first} and {second}"
+    ratio = compare(ours_step, their_step, num_pairs=num_pairs, barrier=dist.barrier)
+    if rank == 0:
+        print(f"{case:6} {ratio}", flush=True)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--only", choices=list(NUM_RANKS))
+    parser.add_argument("--rank-in", nargs=2, metavar=("CASE", "DIR"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank_in:
+        return run_rank(*arguments.rank_in, arguments.pairs)
+    print("case   ours / theirs [95 % interval]", flush=True)
+    for case, num_ranks in NUM_RANKS.items():
+        if arguments.only in (None, case):
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+            with tempfile.TemporaryDirectory() as folder:
+                command = [*torchrun, __file__, "--rank-in", case, folder, "--pairs", str(arguments.pairs)]
+                subprocess.run(command, check=True, env={"OMP_NUM_THREADS": "1", **os.environ})
+
+
+if __name__ == "__main__":
+    main()

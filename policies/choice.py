@@ -28,8 +28,25 @@ WORK, MEMORY, TRAFFIC = 1_000_000, 100_000, 10_000
 """What all work, all weight memory, and all traffic that could arise are worth against each other."""
 
 PRODUCTS = frozenset(
-    "linear matmul bmm mm addmm baddbmm einsum conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
-    "scaled_dot_product_attention grouped_mm bilinear embedding".split()
+    [
+        "linear",
+        "matmul",
+        "bmm",
+        "mm",
+        "addmm",
+        "baddbmm",
+        "einsum",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "scaled_dot_product_attention",
+        "grouped_mm",
+        "bilinear",
+        "embedding",
+    ]
 )
 
 
@@ -100,14 +117,22 @@ def _options(op: IROp, graph: IRGraph, dims: ModelDims, axis_size: int) -> Itera
         if index is None or not dims.classes[index].parameters:
             continue
         if not op.rule.splittable(factor.name):  # gathered in front of this operator, and its gradient scattered
-            touched = [v.name for v, refs in zip(op.operands, op.rule.operands, strict=True) if has_factor(refs, factor.name) and v.requires_grad]
+            touched = [
+                v.name
+                for v, refs in zip(op.operands, op.rule.operands, strict=True)
+                if has_factor(refs, factor.name) and v.requires_grad
+            ]
             yield _Option(op, index, 0.0, tuple(touched))
             continue
         if not is_product or (op.target == "embedding" and not _worth_splitting(op, factor.name, graph)):
             continue
         if weights and not any(has_factor(op.rule.operands[i], factor.name) for i in weights):
             continue
-        whole = [v.name for i, (v, refs) in enumerate(zip(op.operands, op.rule.operands, strict=True)) if i not in weights and not has_factor(refs, factor.name) and v.requires_grad]
+        whole = [
+            v.name
+            for i, (v, refs) in enumerate(zip(op.operands, op.rule.operands, strict=True))
+            if i not in weights and not has_factor(refs, factor.name) and v.requires_grad
+        ]
         summed = [v.name for v, refs in zip(op.results, op.rule.results, strict=True) if not has_factor(refs, factor.name)]
         size = max(estimate(dims.classes[index].size), 1.0)
         yield _Option(op, index, 1.0 - math.ceil(size / axis_size) / size, tuple(whole + summed))
@@ -115,7 +140,8 @@ def _options(op: IROp, graph: IRGraph, dims: ModelDims, axis_size: int) -> Itera
 
 def _worth_splitting(op: IROp, factor: str, graph: IRGraph) -> bool:
     """A table is split over its rows if it is looked up by what the user passes in and has more rows than columns: a
-    vocabulary; positions and token types are small and looked up by everyone."""
+    vocabulary; positions and token types are small and looked up by everyone.
+    """
     assert op.rule is not None
     weight, indices = op.arg("weight"), op.arg("input")
     if not has_factor(op.rule.operands[op.operands.index(indices)], factor):
@@ -130,7 +156,19 @@ def _comes_from_input(value: IRValue, graph: IRGraph) -> bool:
     producers = graph.producers()
     while value.name in producers:
         op = producers[value.name][0]
-        if op.target not in ("view", "reshape", "to", "contiguous", "getitem", "unsqueeze", "squeeze", "cat", "clone", "masked_fill", "where"):
+        if op.target not in (
+            "view",
+            "reshape",
+            "to",
+            "contiguous",
+            "getitem",
+            "unsqueeze",
+            "squeeze",
+            "cat",
+            "clone",
+            "masked_fill",
+            "where",
+        ):
             return False
         value = op.operands[0]
     return value.kind is ValueKind.INPUT

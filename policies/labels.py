@@ -69,7 +69,16 @@ def label(graph: IRGraph, splits: Mapping[str, str], axis_size: int) -> dict[str
     producers = graph.producers()
     for value in (*graph.sources, *(result for op in graph.ops for result in op.results)):
         if value.requires_grad:
-            _price_value(cut, nodes, splits, value, producers.get(value.name), uses.get(value.name, []), value in graph.outputs, axis_size)
+            _price_value(
+                cut,
+                nodes,
+                splits,
+                value,
+                producers.get(value.name),
+                uses.get(value.name, []),
+                value in graph.outputs,
+                axis_size,
+            )
     gradient_partial = cut.solve()
     return {name: "G" if node in gradient_partial else "R" for name, node in nodes.items()}
 
@@ -105,9 +114,7 @@ def _price_value(
         made = placements(op.rule, splits[op.name])[1][index]
         if made == "S":  # gather; for G also reduce-scatter the gradient
             cut.pay(0, copy, moved)
-        elif made == "P":  # all-reduce; for G also of the gradient
-            cut.pay(0, copy, 2 * moved)
-        elif made == "R":
+        elif made == "P" or made == "R":  # all-reduce; for G also of the gradient
             cut.pay(0, copy, 2 * moved)
         return
     if producer is not None:

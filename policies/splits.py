@@ -27,9 +27,16 @@ def split_dims(builder: PlanBuilder, axis: str, classes: set[int]) -> None:
 def _factor(op: IROp, graph: IRGraph, classes: set[int]) -> list[str]:
     """The factor of the operator to split, if it has one of the classes: one that most of its tensors have."""
     assert op.rule is not None and graph.dims is not None
-    found = [f.name for f in op.rule.factors if graph.dims.factors.get((op.name, f.name)) in classes and op.rule.splittable(f.name)]
+    found = [
+        f.name for f in op.rule.factors if graph.dims.factors.get((op.name, f.name)) in classes and op.rule.splittable(f.name)
+    ]
     tensors = (*op.rule.operands, *op.rule.results)
-    found.sort(key=lambda name: (-sum(has_factor(refs, name) for refs in op.rule.results), -sum(has_factor(refs, name) for refs in tensors)))  # type: ignore[union-attr]
+    found.sort(
+        key=lambda name: (
+            -sum(has_factor(refs, name) for refs in op.rule.results),
+            -sum(has_factor(refs, name) for refs in tensors),
+        )
+    )  # type: ignore[union-attr]
     return found[:1]
 
 

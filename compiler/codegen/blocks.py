@@ -1,7 +1,8 @@
-"""Find repeated blocks in a program: the layers of a model that do the same things with other weights.
+"""Find what becomes a method of its own in a program: repeated layers, and regions that are recomputed in the backward.
 
 A **container** is the outermost numbered part of a module path (``transformer.h.0``). A **run** is a stretch of instructions
-of one container instance. Runs that are equal but for their weights, inputs and names are emitted once, as a method.
+of one container instance and one recompute region. Runs that are equal but for their weights, inputs and names are emitted
+once. A recompute region is a method even if it occurs once, as it is called through the checkpoint function.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ MIN_RUN = 6
 
 @dataclass(frozen=True)
 class Run:
-    """Instructions ``start:stop`` of the body. ``inputs``: values from outside in the order of their first use, weights of the
-    container excluded. ``outputs``: values made here and read later. ``symbols``: size names used."""
+    """A stretch of the body. ``inputs``: values from outside in the order of their first use, weights of the container
+    excluded. ``outputs``: values made here and read later. ``symbols``: size names used. ``container`` is ``None`` outside
+    of numbered modules.
+    """
 
-    prefix: str
-    index: int
+    container: tuple[str, int] | None
+    recompute: bool
     instructions: tuple[Instruction, ...]
     inputs: tuple[IRValue, ...]
     outputs: tuple[IRValue, ...]
@@ -58,11 +61,20 @@ def path_of(instruction: Instruction) -> str:
     return instruction.module_path if isinstance(instruction, Adapt) else instruction.original.module_path
 
 
-def weight_path(value: IRValue, prefix: str, index: int) -> str | None:
+def region_of(instruction: Instruction) -> str | None:
+    return instruction.region if isinstance(instruction, Adapt) else instruction.op.region
+
+
+def container_path(container: tuple[str, int] | None) -> str:
+    """``("transformer.h", 0)`` -> ``transformer.h.0``."""
+    return f"{container[0]}.{container[1]}".lstrip(".") if container else ""
+
+
+def weight_path(value: IRValue, container: tuple[str, int] | None) -> str | None:
     """The name of a parameter or buffer below its container instance; None if it is not one of this instance."""
-    if value.kind not in (ValueKind.PARAMETER, ValueKind.BUFFER) or value.fqn is None:
+    if value.kind not in (ValueKind.PARAMETER, ValueKind.BUFFER) or value.fqn is None or container is None:
         return None
-    start = f"{prefix}.{index}." if prefix else f"{index}."
+    start = f"{container_path(container)}."
     return value.fqn.removeprefix(start) if value.fqn.startswith(start) else None
 
 
@@ -72,24 +84,29 @@ def group_blocks(program: Program) -> list[Item]:
     last_read = _last_reads(program, stretches)
     runs: list[tuple[list[Instruction], Run | None]] = []
     counts: dict[Hashable, int] = {}
-    for position, (container, instructions) in enumerate(stretches):
+    for position, ((container, region), instructions) in enumerate(stretches):
         run = None
-        if container is not None and len(instructions) >= MIN_RUN:
-            run = _run(container, instructions, position, last_read)
+        if region is not None or (container is not None and len(instructions) >= MIN_RUN):
+            run = _run(container, region, instructions, position, last_read)
             counts[run.key] = counts.get(run.key, 0) + 1
         runs.append((instructions, run))
     items: list[Item] = []
     for instructions, run in runs:
-        items += [run] if run is not None and counts[run.key] > 1 else instructions
+        items += [run] if run is not None and (counts[run.key] > 1 or run.recompute) else instructions
     return items
 
 
-def _stretches(body: tuple[Instruction, ...]) -> list[tuple[tuple[str, int] | None, list[Instruction]]]:
+Stretch = tuple[tuple[tuple[str, int] | None, str | None], list[Instruction]]
+"""(container, recompute region) and consecutive instructions of it."""
+
+
+def _stretches(body: tuple[Instruction, ...]) -> list[Stretch]:
     """Consecutive instructions of one container instance. An adapter that a block makes of a value from outside, for later
-    blocks to share, is moved in front of the block."""
-    stretches: list[tuple[tuple[str, int] | None, list[Instruction]]] = []
+    blocks to share, is moved in front of the block.
+    """
+    stretches: list[Stretch] = []
     for instruction in body:
-        container = container_of(path_of(instruction))
+        container = container_of(path_of(instruction)), region_of(instruction)
         if stretches and stretches[-1][0] == container:
             stretches[-1][1].append(instruction)
         else:
@@ -99,19 +116,19 @@ def _stretches(body: tuple[Instruction, ...]) -> list[tuple[tuple[str, int] | No
         for instruction in instructions:
             for value in reads(instruction):
                 readers.setdefault(value.name, set()).add(position)
-    moved: list[tuple[tuple[str, int] | None, list[Instruction]]] = []
+    moved: list[Stretch] = []
     for position, (container, instructions) in enumerate(stretches):
         made = {value.name for i in instructions if isinstance(i, Compute) for value in writes(i)}
         front: list[Instruction] = []
         for instruction in instructions:
-            if isinstance(instruction, Adapt) and container is not None:
+            if isinstance(instruction, Adapt) and container != (None, None):
                 shared = any(reader > position for reader in _readers_beyond(instruction, instructions, readers))
                 if instruction.value.name not in made and shared:
                     front.append(instruction)
                 else:
                     made.add(instruction.result.name)
         rest = [i for i in instructions if not any(i is f for f in front)]
-        moved += [(None, front)] if front else []
+        moved += [((None, None), front)] if front else []
         moved.append((container, rest))
     return moved
 
@@ -126,7 +143,7 @@ def _readers_beyond(adapter: Adapt, instructions: list[Instruction], readers: di
     return found
 
 
-def _last_reads(program: Program, stretches: list[tuple[tuple[str, int] | None, list[Instruction]]]) -> dict[str, int]:
+def _last_reads(program: Program, stretches: list[Stretch]) -> dict[str, int]:
     last = {}
     for position, (_, instructions) in enumerate(stretches):
         for instruction in instructions:
@@ -141,8 +158,13 @@ def _last_reads(program: Program, stretches: list[tuple[tuple[str, int] | None, 
     return last
 
 
-def _run(container: tuple[str, int], instructions: list[Instruction], position: int, last_read: dict[str, int]) -> Run:
-    prefix, index = container
+def _run(
+    container: tuple[str, int] | None,
+    region: str | None,
+    instructions: list[Instruction],
+    position: int,
+    last_read: dict[str, int],
+) -> Run:
     made: dict[str, int] = {}
     inputs: dict[str, IRValue] = {}
     symbols: set[str] = set()
@@ -150,7 +172,7 @@ def _run(container: tuple[str, int], instructions: list[Instruction], position: 
     def token(value: IRValue) -> Hashable:
         if value.name in made:
             return made[value.name]
-        path = weight_path(value, prefix, index)
+        path = weight_path(value, container)
         if path is not None:
             return path
         inputs.setdefault(value.name, value)
@@ -158,15 +180,17 @@ def _run(container: tuple[str, int], instructions: list[Instruction], position: 
 
     keys = []
     for instruction in instructions:
-        keys.append(instruction_key(instruction, token, f"{prefix}.{index}".lstrip("."), symbols))
+        keys.append(instruction_key(instruction, token, container_path(container), symbols))
         for value in writes(instruction):
             made[value.name] = len(made)
     outputs = tuple(value for i in instructions for value in writes(i) if last_read.get(value.name, -1) > position)
-    key = (prefix, tuple(keys), tuple(made[value.name] for value in outputs))
-    return Run(prefix, index, tuple(instructions), tuple(inputs.values()), outputs, tuple(sorted(symbols)), key)
+    key = (container and container[0], region is not None, tuple(keys), tuple(made[value.name] for value in outputs))
+    return Run(container, region is not None, tuple(instructions), tuple(inputs.values()), outputs, tuple(sorted(symbols)), key)
 
 
-def instruction_key(instruction: Instruction, token: Callable[[IRValue], Hashable], container: str, symbols: set[str]) -> Hashable:
+def instruction_key(
+    instruction: Instruction, token: Callable[[IRValue], Hashable], container: str, symbols: set[str]
+) -> Hashable:
     """What an instruction does, with values replaced by tokens: equal for the same step of two layers."""
     if isinstance(instruction, Adapt):
         step = instruction.step
@@ -184,13 +208,13 @@ def instruction_key(instruction: Instruction, token: Callable[[IRValue], Hashabl
             symbols.update(size_symbols(arg))
             return str(arg)
         if isinstance(arg, str):
-            return ("text", arg.replace(container.replace(".", "_"), "*"))
+            return ("text", arg.replace(container.replace(".", "_"), "*") if container else arg)
         if isinstance(arg, torch.Tensor):
             return id(arg)
         return (type(arg).__name__, str(arg))
 
     args = tuple((name, _freeze(map_leaves(arg, leaf))) for name, arg in op.args)
-    suffix = instruction.original.module_path.removeprefix(container)
+    suffix = instruction.original.module_path.removeprefix(container) if container else instruction.original.module_path
     facts = (op.autocast, op.grad_enabled, op.only_in, op.region is not None, suffix)
     return (op.target, args, instruction.layouts, tuple(value.dtype for value in op.results), facts)
 

@@ -7,22 +7,22 @@ they do, trailing comments with layout, module path and source line. Layers that
 from __future__ import annotations
 
 import functools
+import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import PurePath
 from typing import Any
 
 import jinja2
-import torch
 
-from shardwright.compiler.codegen.blocks import Item, Run, group_blocks, reads, size_symbols, weight_path, writes
+from shardwright.compiler.codegen.blocks import Run, container_path, group_blocks, size_symbols
 from shardwright.compiler.codegen.names import Scope, attribute_path
 from shardwright.compiler.codegen.text import Line, layout_lines, wrap
 from shardwright.compiler.ir.dims import ModelDims
 from shardwright.compiler.ir.graph import Tree
-from shardwright.compiler.ir.op import IROp, leaves, map_leaves
+from shardwright.compiler.ir.op import leaves
 from shardwright.compiler.ir.size import Size, to_python
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.render import argument_source, call_source, imports_of
@@ -67,7 +67,9 @@ def emit(program: Program, origin: Origin, num_ranks: int) -> dict[str, str]:
 @functools.cache
 def _template() -> jinja2.Template:
     text = resources.files("shardwright.codegen_templates").joinpath("module.py.jinja").read_text(encoding="utf-8")
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
+    )
     return environment.from_string(text)
 
 
@@ -84,6 +86,7 @@ class _Writer:
     program: Program
     imports: set[str] = field(default_factory=set)
     methods: dict[Any, _Method] = field(default_factory=dict)
+    _imported: set[str] | None = None
 
     def fields(self, origin: Origin) -> dict[str, Any]:
         """Everything the template needs that is the same on all ranks."""
@@ -94,10 +97,12 @@ class _Writer:
         return {
             "origin": origin,
             "mesh": program.plan.mesh,
+            "axes": "".join(f'("{axis}", {size}), ' for axis, size in program.plan.mesh.axes).rstrip(" "),
             "class_name": graph.name,
             "inputs": [(value.name, _shape_text(value), str(value.dtype)) for value in graph.inputs],
             "declarations": self._declarations(),
             "signature": self._signature(),
+            "header": wrap(f"def forward({self._signature()}):", 124),
             "forward": forward,
             "evaluation": evaluation,
             "methods": [method.lines for method in self.methods.values()],
@@ -178,7 +183,7 @@ class _Writer:
         """The lines of one forward body, indented for the class."""
         items = group_blocks(program)
         self._used_symbols = _used_symbols(program)
-        scope = Scope(RESERVED | set(program.plan.mesh.names), self._weight_source(program))
+        scope = Scope(self._reserved(program))
         for argument, _ in program.graph.signature:
             scope.reserve(argument)
         head = self._unpack(scope)
@@ -186,13 +191,22 @@ class _Writer:
         for item in items:
             body += self._call_block(item, scope, program) if isinstance(item, Run) else [self._line(item, scope, program, "")]
         for buffer, value in program.buffer_updates:
-            body.append(Line(f"self.update_buffer(\"{buffer.fqn}\", {scope.name(value)})"))
+            body.append(Line(f'self.update_buffer("{buffer.fqn}", {scope.name(value)})'))
         body.append(Line(f"return {self._output(program.output, scope)}"))
         return layout_lines([*head, *_axis_lines(body, program.plan.mesh.names), *body], 8)
 
-    def _weight_source(self, program: Program):  # type: ignore[no-untyped-def]
-        tops = {(value.fqn or value.name).partition(".")[0] for value in program.graph.sources}
-        return functools.partial(attribute_path, tops=frozenset(tops))
+    def _reserved(self, program: Program) -> set[str]:
+        """Names that no variable may take: those of axes, and of everything the file imports."""
+        if self._imported is None:
+            bodies = [program.body, *([program.eval_program.body] if program.eval_program else [])]
+            self._imported = set()
+            for instruction in (instruction for body in bodies for instruction in body):
+                if isinstance(instruction, Adapt):
+                    self._imported.add(instruction.step.kind)
+                else:
+                    self._imported |= {re.split(r"[ .]", statement)[-1] for statement in imports_of(instruction.op)}
+                    self._imported |= {re.split(r"[ .]", statement)[1] for statement in imports_of(instruction.op)}
+        return RESERVED | self._imported | set(program.plan.mesh.names)
 
     def _line(self, instruction: Instruction, scope: Scope, program: Program, container: str) -> Line:
         if isinstance(instruction, Adapt):
@@ -203,7 +217,9 @@ class _Writer:
         op = instruction.op
         self.imports |= imports_of(op)
         if container:
-            op = op.map_args(lambda leaf: _Raw(_layered(leaf, container)) if isinstance(leaf, str) and container in leaf else leaf)
+            op = op.map_args(
+                lambda leaf: _Raw(_layered(leaf, container)) if isinstance(leaf, str) and container in leaf else leaf
+            )
         code = call_source(op, scope.name, to_python)
         code = _unraw(code)
         for value in op.results:
@@ -220,7 +236,9 @@ class _Writer:
 
     def _comment(self, instruction: Compute, program: Program) -> str:
         original = instruction.original
-        layout = " ".join(describe(v, l, program.graph.dims) for v, l in zip(original.results, instruction.layouts, strict=True))
+        layout = " ".join(
+            describe(v, l, program.graph.dims) for v, l in zip(original.results, instruction.layouts, strict=True)
+        )
         source = f"{PurePath(original.source.file).name}:{original.source.line}" if original.source else ""
         path = re.sub(r"\.\d+(?=\.|$)", ".*", original.module_path) if self._in_method else original.module_path
         return "  ".join(word for word in (layout, path, source) if word)
@@ -238,7 +256,7 @@ class _Writer:
             words += [self._cut(step.cut), str(step.to_dim), self._cut(step.to_cut)]
         elif step.cut is not None and not _is_plain(step.cut, self.program.plan.mesh.axis_size(step.axis), step.kind):
             words.append(f"cut={self._cut(step.cut)}")
-        if step.backward is not None:
+        if step.backward is not None and (step.kind, step.backward) not in _DEFAULT_BACKWARD:
             words.append(f'backward="{step.backward}"')
         scope.define(instruction.result)
         comment = f"{step.axis}: {step.transition}"
@@ -258,22 +276,26 @@ class _Writer:
 
     def _call_block(self, run: Run, scope: Scope, program: Program) -> list[Line]:
         method = self.methods.get(run.key) or self._write_method(run, program)
-        arguments = [attribute_path(f"{run.prefix}.{run.index}".lstrip("."), tops=scope.tops()), str(run.index)]
+        arguments = [attribute_path(container_path(run.container)), str(run.container[1])] if run.container else []
         arguments += [scope.name(value) for value in run.inputs] + list(run.symbols)
+        call = f"self.{method.name}({', '.join(arguments)})"
+        if run.recompute:
+            self.imports.add("from torch.utils.checkpoint import checkpoint")
+            arguments = [f"self.{method.name}", *arguments, "use_reentrant=False", "preserve_rng_state=False"]
+            call = f"checkpoint({', '.join(arguments)})"
         for value in run.outputs:
             scope.define(value)
         targets = ", ".join(scope.name(value) for value in run.outputs)
-        return [Line(f"{targets} = self.{method.name}({', '.join(arguments)})")]
+        return [Line(f"{targets} = {call}")]
 
     def _write_method(self, run: Run, program: Program) -> _Method:
-        container = f"{run.prefix}.{run.index}".lstrip(".")
-        name = f"{run.prefix.replace('.', '_') or 'layer'}_block"
+        container = container_path(run.container)
+        base = f"{(run.container[0] if run.container else '').replace('.', '_') or 'inner'}_block"
         taken = {method.name for method in self.methods.values()}
-        while name in taken:
-            name = f"{name}_{len(taken)}"
-        scope = Scope(RESERVED | set(program.plan.mesh.names) | set(run.symbols), self._weight_source(program))
-        scope.strip = container.replace(".", "_") + "_"
-        scope.block = (run.prefix, run.index)
+        name = next(n for n in itertools.chain([base], (f"{base}_{i}" for i in itertools.count(2))) if n not in taken)
+        scope = Scope(self._reserved(program) | set(run.symbols))
+        scope.strip = container.replace(".", "_") + "_" if container else ""
+        scope.block = run.container
         for value in run.inputs:
             scope.define(value)
         inputs = [scope.name(value) for value in run.inputs]
@@ -282,9 +304,13 @@ class _Writer:
         self._in_method = False
         outputs = ", ".join(scope.name(value) for value in run.outputs)
         lines.append(Line(f"return {outputs}"))
-        head = wrap(f"def {name}({', '.join(['self', 'block', 'layer', *inputs, *run.symbols])}):", 124)
+        head = wrap(
+            f"def {name}({', '.join(['self', *(['block', 'layer'] if run.container else []), *inputs, *run.symbols])}):", 124
+        )
         text = [f"    {line}" for line in head]
-        text.append(f'        """``{run.prefix}.*``: ``block`` holds the weights of layer number ``layer``."""')
+        if run.container:
+            path = f"{run.container[0]}.*".lstrip(".")
+            text.append(f'        """``{path}``: ``block`` holds the weights of layer number ``layer``."""')
         text += layout_lines([*_axis_lines(lines, program.plan.mesh.names), *lines], 8)
         self.methods[run.key] = _Method(name, text)
         return self.methods[run.key]
@@ -303,6 +329,9 @@ class _Writer:
         self._need("rebuild")
         fields = ", ".join(f'"{key}": {text}' if isinstance(key, str) else f"{key}: {text}" for key, text in parts)
         return f'rebuild("{tree.type_path}", {{{fields}}})'
+
+
+_DEFAULT_BACKWARD = {("all_reduce", "identity"), ("keep_one", "identity")}
 
 
 class _Raw(str):
@@ -326,7 +355,9 @@ def _layered(text: str, container: str) -> str:
 def _axis_lines(lines: Iterable[Line], axes: tuple[str, ...]) -> list[Line]:
     """``tp = self.axis("tp")`` for the axes that the lines use."""
     text = "\n".join(line.code for line in lines)
-    return [Line(f'{axis} = self.axis("{axis}")') for axis in axes if re.search(rf"(?<![\w.\"]){re.escape(axis)}(?![\w\"=])", text)]
+    return [
+        Line(f'{axis} = self.axis("{axis}")') for axis in axes if re.search(rf"(?<![\w.\"]){re.escape(axis)}(?![\w\"=])", text)
+    ]
 
 
 def _used_symbols(program: Program) -> set[str]:
@@ -404,5 +435,7 @@ def _sorted_imports(statements: set[str]) -> list[str]:
     froms = []
     for module in sorted(merged):
         text = f"from {module} import {', '.join(sorted(merged[module]))}"
-        froms += [text] if len(text) <= 128 else [f"from {module} import (", *(f"    {n}," for n in sorted(merged[module])), ")"]
+        froms += (
+            [text] if len(text) <= 128 else [f"from {module} import (", *(f"    {n}," for n in sorted(merged[module])), ")"]
+        )
     return [*plain, "", *froms]

@@ -4,30 +4,78 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Callable
-from typing import Protocol
 
 from shardwright.compiler.codegen.blocks import weight_path
 from shardwright.compiler.ir.value import IRValue, ValueKind
 
 MODULE_ATTRIBUTES = frozenset(
-    "T_destination add_module apply axis bfloat16 buffer buffers call_super_init check_inputs children compile constant cpu cuda "
-    "declare device double dump_patches eval extra_repr float forward forward_eval get_buffer get_extra_state get_parameter "
-    "get_submodule half inputs ipu load_state_dict mesh modules mtia named_buffers named_children named_modules "
-    "named_parameters parameter parameters rank register_buffer register_module register_parameter requires_grad_ rng "
-    "set_extra_state set_submodule share_memory state_dict to to_empty train training type update_buffer weights xpu "
-    "zero_grad".split()
+    [
+        "T_destination",
+        "add_module",
+        "apply",
+        "axis",
+        "bfloat16",
+        "buffer",
+        "buffers",
+        "call_super_init",
+        "check_inputs",
+        "children",
+        "compile",
+        "constant",
+        "cpu",
+        "cuda",
+        "declare",
+        "device",
+        "double",
+        "dump_patches",
+        "eval",
+        "extra_repr",
+        "float",
+        "forward",
+        "forward_eval",
+        "get_buffer",
+        "get_extra_state",
+        "get_parameter",
+        "get_submodule",
+        "half",
+        "inputs",
+        "ipu",
+        "load_state_dict",
+        "mesh",
+        "modules",
+        "mtia",
+        "named_buffers",
+        "named_children",
+        "named_modules",
+        "named_parameters",
+        "parameter",
+        "parameters",
+        "rank",
+        "ranks",
+        "register_buffer",
+        "register_module",
+        "register_parameter",
+        "requires_grad_",
+        "rng",
+        "set_extra_state",
+        "set_submodule",
+        "share_memory",
+        "state_dict",
+        "to",
+        "to_empty",
+        "train",
+        "training",
+        "type",
+        "update_buffer",
+        "weights",
+        "xpu",
+        "zero_grad",
+    ]
 )
 """Attributes of a ParallelModule that a model's own top-level names may collide with."""
 
 
-class WeightSource(Protocol):
-    """Gives the source text that reads a weight by its name."""
-
-    def __call__(self, path: str) -> str: ...
-
-
-def attribute_path(path: str, *, tops: frozenset[str], root: str = "self") -> str:
+def attribute_path(path: str, *, root: str = "self") -> str:
     """``transformer.h.0.attn`` -> ``self.transformer.h[0].attn``; odd or colliding names go through ``self.weights(...)``."""
     parts = path.split(".")
     odd = any(not (part.isdigit() or (part.isidentifier() and not keyword.iskeyword(part))) for part in parts)
@@ -38,18 +86,14 @@ def attribute_path(path: str, *, tops: frozenset[str], root: str = "self") -> st
 
 class Scope:
     """The variables of one method. ``strip`` is a prefix that names lose here; ``block`` the container whose weights are read
-    through the ``block`` argument."""
+    through the ``block`` argument.
+    """
 
-    def __init__(self, reserved: set[str], weight_source: Callable[[str], str]) -> None:
+    def __init__(self, reserved: set[str]) -> None:
         self._taken = set(reserved)
         self._names: dict[str, str] = {}
-        self._weight_source = weight_source
         self.strip = ""
         self.block: tuple[str, int] | None = None
-
-    def tops(self) -> frozenset[str]:
-        tops: frozenset[str] = self._weight_source.keywords["tops"]  # type: ignore[attr-defined]
-        return tops
 
     def reserve(self, name: str) -> None:
         self._taken.add(name)
@@ -76,13 +120,13 @@ class Scope:
         if value.name in self._names:
             return self._names[value.name]
         if self.block is not None:
-            below = weight_path(value, *self.block)
+            below = weight_path(value, self.block)
             if below is not None:
-                return attribute_path(below, tops=frozenset(), root="block")
+                return attribute_path(below, root="block")
         if value.kind in (ValueKind.PARAMETER, ValueKind.BUFFER):
             assert value.fqn is not None
-            return self._weight_source(value.fqn)
+            return attribute_path(value.fqn)
         if value.kind is ValueKind.CONSTANT:
-            return self._weight_source(value.name)
+            return attribute_path(value.name)
         self.define(value)
         return self._names[value.name]

@@ -24,8 +24,7 @@ def layout_lines(lines: list[Line], indent: int) -> list[str]:
         shared = 0
         while shared < min(len(open_guards), len(line.guards)) and open_guards[shared] == line.guards[shared]:
             shared += 1
-        for depth in range(shared, len(line.guards)):
-            text.append(f"{' ' * (indent + 4 * depth)}{line.guards[depth]}:")
+        text += [f"{' ' * (indent + 4 * depth)}{line.guards[depth]}:" for depth in range(shared, len(line.guards))]
         open_guards = line.guards
         text += _place(line, indent + 4 * len(line.guards))
     return text
@@ -41,15 +40,19 @@ def _place(line: Line, indent: int) -> list[str]:
 
 def wrap(code: str, width: int) -> list[str]:
     """Break a long call after its outermost opening bracket, one line for all arguments, or one line each."""
-    if len(code) <= width:
+    end = code[len(code.rstrip(",:")) :]
+    opening = _last_bracket(code.removesuffix(end))
+    if len(code) <= width or opening is None:
         return [code]
-    opening = next((i for i, c in enumerate(code) if c in "([{" and _closes_at_end(code, i)), None)
-    if opening is None:
-        return [code]
-    head, inner, tail = code[: opening + 1], code[opening + 1 : -1], code[-1]
-    parts = split_commas(inner)
-    body = [f"    {inner}"] if len(inner) + 4 <= width and not inner.endswith(",") else [f"    {line}" for part in parts for line in wrap(f"{part},", width - 4)]
-    return [head, *body, tail]
+    head, inner, tail = code[: opening + 1], code[opening + 1 : -1 - len(end)], code[-1 - len(end) :]
+    if len(inner) + 4 <= width and not inner.endswith(","):
+        return [head, f"    {inner}", tail]
+    return [head, *(f"    {line}" for part in split_commas(inner) for line in wrap(f"{part},", width - 4)), tail]
+
+
+def _last_bracket(code: str) -> int | None:
+    """Where the bracket opens that closes at the very end."""
+    return next((i for i, c in enumerate(code) if c in "([{" and _closes_at_end(code, i)), None)
 
 
 def _closes_at_end(code: str, opening: int) -> bool:

@@ -32,7 +32,12 @@ def step_elements(step: AdapterStep, mesh: Mesh) -> tuple[float, float]:
     num_ranks = mesh.axis_size(step.axis)
     share = (num_ranks - 1) / num_ranks
     before, after = local_elements(step.before, mesh), local_elements(step.after, mesh)
-    forward = {"all_gather": share * after, "reduce_scatter": share * before, "all_reduce": 2 * share * after, "all_to_all": share * before}
+    forward = {
+        "all_gather": share * after,
+        "reduce_scatter": share * before,
+        "all_reduce": 2 * share * after,
+        "all_to_all": share * before,
+    }
     backward = {"all_gather": share * before, "reduce_scatter": share * after, "all_reduce": 2 * share * before}
     backward_kind = {"reduce_scatter": "all_gather", "grad_all_reduce": "all_reduce"}.get(step.kind, step.backward)
     back = share * before if step.kind == "all_to_all" else backward.get(backward_kind or "", 0.0)

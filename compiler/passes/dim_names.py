@@ -11,10 +11,26 @@ from dataclasses import replace
 
 from shardwright.compiler.ir.dims import ModelDims
 from shardwright.compiler.ir.graph import IRGraph
-from shardwright.compiler.ir.value import ValueKind
+from shardwright.compiler.ir.value import IRValue, ValueKind
 
-_ATTENTION_DIMS = (("query", ("heads", "query_seq", "head_dim")), ("key", ("kv_heads", "key_seq", "head_dim")), ("value", ("kv_heads", "key_seq", "value_dim")))
-_FFN_WORDS = ("mlp", "ffn", "feed_forward", "feedforward", "intermediate", "fc1", "c_fc", "gate_proj", "up_proj", "wi", "linear1")
+_ATTENTION_DIMS = (
+    ("query", ("heads", "query_seq", "head_dim")),
+    ("key", ("kv_heads", "key_seq", "head_dim")),
+    ("value", ("kv_heads", "key_seq", "value_dim")),
+)
+_FFN_WORDS = (
+    "mlp",
+    "ffn",
+    "feed_forward",
+    "feedforward",
+    "intermediate",
+    "fc1",
+    "c_fc",
+    "gate_proj",
+    "up_proj",
+    "wi",
+    "linear1",
+)
 
 
 def name_classes(graph: IRGraph, dims: ModelDims) -> ModelDims:
@@ -50,12 +66,19 @@ def _name_by_operators(graph: IRGraph, dims: ModelDims, give: Callable[[tuple[in
         elif op.target == "embedding":
             weight = op.arg("weight")
             if weight.kind is ValueKind.PARAMETER:
-                text = any(value.name == op.arg("input").name for value in graph.inputs)
-                give(dims.values[weight.name][0], "vocab" if text else "positions")
+                give(dims.values[weight.name][0], "vocab" if _is_data(op.arg("input"), graph) else "positions")
         elif op.target == "cross_entropy":
             logits = op.arg("input")
             if logits.ndim > 1:
                 give(dims.values[logits.name][1], "classes")
+
+
+def _is_data(value: IRValue, graph: IRGraph) -> bool:
+    """Whether an integer value is an input in another shape, not counted from shapes."""
+    producers = graph.producers()
+    while value.name in producers and producers[value.name][0].target in ("view", "reshape", "to", "contiguous", "getitem", "clone"):
+        value = producers[value.name][0].operands[0]
+    return value.kind is ValueKind.INPUT
 
 
 def _name_hidden(dims: ModelDims, names: dict[int, str]) -> None:

@@ -23,8 +23,6 @@ from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Instr
 from shardwright.runtime.layout import Layout, Mesh
 
 
-
-
 def lower(graph: IRGraph, plan: Plan) -> Program:
     """The program of ``graph`` under ``plan``; the plan has been checked against the graph."""
     graph = drop_outputs(graph, plan)
@@ -92,7 +90,11 @@ class _Lowering:
 
     def _place_sources(self, wanted: Mapping[str, list[Layout]]) -> tuple[Declaration, ...]:
         """Decide how inputs, parameters, buffers and constants are held."""
-        updated = {op.operands[i].name: layouts(_rule(op), self.plan.assignment(op.name), self.mesh)[0][i] for op in self.graph.ops for i in _rule(op).updates}
+        updated = {
+            op.operands[i].name: layouts(_rule(op), self.plan.assignment(op.name), self.mesh)[0][i]
+            for op in self.graph.ops
+            for i in _rule(op).updates
+        }
         declarations = []
         for value in self.graph.inputs:
             self.produced[value.name] = self.plan.inputs.get(value.name, Layout.whole(value.shape))
@@ -114,9 +116,15 @@ class _Lowering:
 
         def cost(layout: Layout) -> tuple[float, float, str]:
             targets = {str(use): use for use in uses}.values()
-            moved = sum(steps_elements(convert(layout, t, self.mesh, differentiable=value.requires_grad), self.mesh) for t in targets)
+            moved = sum(
+                steps_elements(convert(layout, t, self.mesh, differentiable=value.requires_grad), self.mesh) for t in targets
+            )
             elements = local_elements(layout, self.mesh)
-            reduced = sum(2 * elements * (1 - 1 / self.mesh.axis_size(a)) for a in layout.grad_partial) if value.requires_grad else 0.0
+            reduced = (
+                sum(2 * elements * (1 - 1 / self.mesh.axis_size(a)) for a in layout.grad_partial)
+                if value.requires_grad
+                else 0.0
+            )
             return moved + 0.99 * reduced, elements, str(layout)  # the reducer buckets what adapters would do one by one
 
         return min(candidates.values(), key=cost)
@@ -149,7 +157,8 @@ class _Lowering:
         self, value: IRValue, versions: list[tuple[Layout, IRValue]], goal: Layout
     ) -> tuple[Layout, IRValue, tuple[AdapterStep, ...]]:
         """The existing version from which the goal costs least. When another use will want the same copy as ``G``, the value is
-        gathered (or reduced) once as ``G`` and the ``R`` copy taken from it, so both gradients go home in one collective."""
+        gathered (or reduced) once as ``G`` and the ``R`` copy taken from it, so both gradients go home in one collective.
+        """
         best = None
         for layout, existing in versions:
             steps = convert(layout, goal, self.mesh, differentiable=value.requires_grad)
@@ -172,7 +181,11 @@ class _Lowering:
             return None
         for other in self._wanted.get(value.name, []):
             layout = canonical(other, self.mesh)
-            if layout.dims == goal.dims and layout.partial == goal.partial and set(layout.grad_partial) > set(goal.grad_partial):
+            if (
+                layout.dims == goal.dims
+                and layout.partial == goal.partial
+                and set(layout.grad_partial) > set(goal.grad_partial)
+            ):
                 return layout
         return None
 

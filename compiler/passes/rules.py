@@ -75,7 +75,9 @@ def segment_slices(graph: IRGraph) -> IRGraph:
     for (_, dim), taken in slices.items():
         size = taken[0][0].operands[0].shape[dim]
         bounds = sorted({(start, stop) for _, start, stop in taken})
-        tiles = bounds[0][0] == 0 and bounds[-1][1] == size and all(a[1] == b[0] for a, b in zip(bounds, bounds[1:], strict=False))
+        tiles = (
+            bounds[0][0] == 0 and bounds[-1][1] == size and all(a[1] == b[0] for a, b in zip(bounds, bounds[1:], strict=False))
+        )
         if tiles and len(bounds) > 1:
             segments = tuple(stop - start for start, stop in bounds)
             for op, start, stop in taken:

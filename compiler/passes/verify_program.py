@@ -48,7 +48,10 @@ def check_strategies(program: Program) -> None:
         allowed = strategies(op.rule)
         for axis, strategy in assignment.items():
             if axis not in program.plan.mesh.names:
-                raise PlanError(f"operator {name} is given a strategy on axis {axis!r}, which the mesh does not have", why=f"mesh {program.plan.mesh}")
+                raise PlanError(
+                    f"operator {name} is given a strategy on axis {axis!r}, which the mesh does not have",
+                    why=f"mesh {program.plan.mesh}",
+                )
             if strategy not in allowed:
                 raise PlanError(
                     f"operator {name} ({op.target}) has no strategy {strategy!r} on axis {axis!r}",
@@ -107,7 +110,9 @@ def _check_adapter(instruction: Adapt, held: Layout, mesh: Mesh) -> None:
     # without a gradient R and G are one
     blur = str.maketrans("G", "R") if not differentiable else {}
     if allowed is None or tuple(x.translate(blur) for x in allowed) != tuple(x.translate(blur) for x in letters):
-        raise InternalError(f"adapter {step.kind} (backward {step.backward}) goes from {letters[0]} to {letters[1]} on {step.axis}")
+        raise InternalError(
+            f"adapter {step.kind} (backward {step.backward}) goes from {letters[0]} to {letters[1]} on {step.axis}"
+        )
     if canonical(step.before, mesh, differentiable=differentiable) != held:
         raise InternalError(f"adapter {step.kind} of {instruction.of.name} expects {step.before} and gets {held}")
     for axis in mesh.names:

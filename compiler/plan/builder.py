@@ -49,7 +49,9 @@ class PlanBuilder:
 
     def __init__(self, graph: PlannableGraph, mesh: Mesh) -> None:
         self.graph, self.mesh = graph, mesh
-        self._ops = {op.name: op for op in graph.ops} | ({op.name: op for op in graph.eval_graph.ops} if graph.eval_graph else {})
+        self._ops = {op.name: op for op in graph.ops} | (
+            {op.name: op for op in graph.eval_graph.ops} if graph.eval_graph else {}
+        )
         self._strategies: dict[str, dict[str, str]] = {}
         self._stored: dict[str, Layout] = {}
         self._outputs: dict[str, Layout | str | None] = {}

@@ -96,17 +96,19 @@ def _next_step(current: Layout, goal: Layout, mesh: Mesh) -> AdapterStep:
     letter_now = {axis: current.placement(axis)[0] for axis in mesh.names}
     letter_then = {axis: goal.placement(axis)[0] for axis in mesh.names}
 
-    addable = {place.axes[count]: (place, count) for place in then for count in (_present(place, now),) if count < len(place.axes)}
-    droppable = {
-        place.axes[-1]: place for place in now if len(place.axes) > kept.get(place.key, 0)
+    addable = {
+        place.axes[count]: (place, count) for place in then for count in (_present(place, now),) if count < len(place.axes)
     }
+    droppable = {place.axes[-1]: place for place in now if len(place.axes) > kept.get(place.key, 0)}
     # slices and reduce-scatters
     for axis, (place, count) in addable.items():
         if letter_now[axis] != "S" and _fits(place, now):
             if letter_now[axis] == "P":
                 return _step("reduce_scatter", axis, current, _add(current, now, place, count, mesh), mesh, to=(place, count))
             backward = "pad" if letter_now[axis] == "G" else "all_gather"
-            return _step("narrow", axis, current, _add(current, now, place, count, mesh), mesh, to=(place, count), backward=backward)
+            return _step(
+                "narrow", axis, current, _add(current, now, place, count, mesh), mesh, to=(place, count), backward=backward
+            )
     # all-to-alls
     for axis, (place, count) in addable.items():
         if axis in droppable:
@@ -128,7 +130,9 @@ def _next_step(current: Layout, goal: Layout, mesh: Mesh) -> AdapterStep:
             return _step("pad", axis, current, replace(after, partial=_with(after.partial, axis)), mesh, source=place)
         if wanted == "G":
             after = replace(after, grad_partial=_with(after.grad_partial, axis))
-        return _step("all_gather", axis, current, after, mesh, source=place, backward="reduce_scatter" if wanted == "G" else "slice")
+        return _step(
+            "all_gather", axis, current, after, mesh, source=place, backward="reduce_scatter" if wanted == "G" else "slice"
+        )
     raise InternalError(f"no step from {current} towards {goal} on mesh {mesh}")
 
 

@@ -19,7 +19,8 @@ from shardwright.runtime.layout import Layout
 @dataclass(frozen=True)
 class Compute:
     """An operator on local tensors. ``op`` is the local call (its operands are the adapted values); ``original`` the op as
-    traced; ``layouts`` are those of its results."""
+    traced; ``layouts`` are those of its results.
+    """
 
     op: IROp
     original: IROp

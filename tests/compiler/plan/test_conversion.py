@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from layouts import decode, encode
+
 from shardwright.compiler.cost.communication import step_elements
 from shardwright.compiler.ir.size import symbol, to_python
 from shardwright.compiler.plan.conversion import AdapterStep, CutSizes, canonical, convert
@@ -132,7 +133,10 @@ def test_equal_cuts_written_differently_are_one_layout() -> None:
 def test_slices_come_before_collectives_and_gathers_last() -> None:
     mesh = Mesh.of({"dp": 2, "tp": 2})
     source = Layout(((atom(4, axes=("dp",)),), (atom(6),)), partial=("tp",))
-    assert [s.kind for s in convert(source, Layout(((atom(4),),(atom(6, axes=("tp",)),))), mesh)] == ["reduce_scatter", "all_gather"]
+    assert [s.kind for s in convert(source, Layout(((atom(4),), (atom(6, axes=("tp",)),))), mesh)] == [
+        "reduce_scatter",
+        "all_gather",
+    ]
     assert [s.kind for s in convert(source, Layout.whole((4, 6)), mesh)] == ["all_reduce", "all_gather"]
 
 

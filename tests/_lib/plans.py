@@ -1,0 +1,162 @@
+"""Run a plan of a model on ranks that are threads, from the files a compile writes, and hold it to one device."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import layouts
+import torch
+from parity import Reference, assert_close_tree, reference_run, tensors_of
+from precision import float64_casts
+from torch import Tensor, nn
+from zoo import loss_of
+
+from shardwright.compiler.compile import Compiled, annotate, compile_graph, pass_manager
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ops.strategy import strategies
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.trace.api import trace
+from shardwright.compiler.weights import initial_values, write_tensors
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.layout import Atom, Layout, Mesh
+from shardwright.runtime.loader import load_class
+from shardwright.runtime.manifest import Manifest, sha256
+from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.weights import CONSTANTS_FILE, WEIGHTS_FILE
+from shardwright.runtime.world import counters
+
+
+def traced(module: nn.Module, inputs: Mapping[str, Any], **options: Any) -> IRGraph:
+    """The graph, with casts to float32 recorded as float64."""
+    with float64_casts():
+        return trace(module, dict(inputs), **options)
+
+
+def annotated(graph: IRGraph) -> PlannableGraph:
+    return annotate(graph, pass_manager())
+
+
+def write(directory: Path, compiled: Compiled, module: nn.Module) -> None:
+    """What a compile leaves in a folder, without the rest of ``parallelize``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    digests = {}
+    for name, text in compiled.files.items():
+        (directory / name).write_text(text)
+        digests[name] = sha256(text.encode())
+    weights, constants = initial_values(compiled.program.graph, module)
+    digests[WEIGHTS_FILE] = write_tensors(directory / WEIGHTS_FILE, weights)
+    digests[CONSTANTS_FILE] = write_tensors(directory / CONSTANTS_FILE, constants)
+    plan = compiled.plan
+    Manifest("test", compiled.program.graph.name, plan.mesh, plan.policy, digests, {}).write(directory)
+
+
+@dataclass
+class Outcome:
+    """What the ranks computed in one step, put together again."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor | None]
+    traffic: list[Any]
+
+
+def run_once(directory: Path, compiled: Compiled, inputs: Mapping[str, Any]) -> Outcome:
+    """One forward and backward on all ranks; raw gradients are decoded as their layouts say, without the reducer."""
+    mesh = compiled.plan.mesh
+
+    def rank(index: int) -> tuple[Tensor, dict[str, Tensor | None], Any]:
+        module = load_class(directory)()
+        with float64_casts():
+            loss = loss_of(module(**inputs))
+            loss.backward()
+        grads = {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
+        return loss.detach(), grads, dict(counters().items())
+
+    results = run_ranks(mesh.size, rank)
+    for loss, _, _ in results[1:]:
+        torch.testing.assert_close(loss, results[0][0], rtol=1e-12, atol=1e-12)
+    gradients: dict[str, Tensor | None] = {}
+    for declaration in compiled.program.declarations:
+        name = declaration.value.fqn
+        if name is None or name not in results[0][1]:
+            continue
+        pieces = [grads[name] for _, grads, _ in results]
+        if all(piece is None for piece in pieces):
+            gradients[name] = None
+            continue
+        layout = declaration.layout
+        shapes = [layout.local_shape(mesh, coords) for coords in mesh.all_coords()]
+        whole = [torch.zeros(shape, dtype=torch.float64) if p is None else p for p, shape in zip(pieces, shapes, strict=True)]
+        gradients[name] = layouts.decode(whole, Layout(layout.dims, layout.grad_partial, ()), mesh)
+    return Outcome(results[0][0], gradients, [traffic for _, _, traffic in results])
+
+
+def random_plan(graph: PlannableGraph, mesh: Mesh, rng: random.Random) -> Plan:
+    """A random strategy for every operator, a random storage for every parameter."""
+    assignments = {}
+    for op in graph.ops:
+        assert op.rule is not None
+        found = [s for s in strategies(op.rule) if s not in ("R", "G")] or strategies(op.rule)
+        every = strategies(op.rule)
+        assignments[op.name] = {axis: rng.choice(found if rng.random() < 0.8 else every) for axis in mesh.names}
+    stored = {}
+    for value in graph.parameters:
+        assert value.fqn is not None
+        if rng.random() < 0.7:
+            stored[value.fqn] = random_storage(value.shape, mesh, rng, value.requires_grad)
+    return Plan(mesh, assignments, stored, policy="random")
+
+
+def random_storage(shape: tuple[int, ...], mesh: Mesh, rng: random.Random, trained: bool) -> Layout:
+    dims: list[list[str]] = [[] for _ in shape]
+    grad_partial = []
+    for axis in rng.sample(mesh.names, len(mesh.names)):
+        kind = rng.choice("RGSS")
+        if kind == "S" and shape:
+            rng.choice(dims).append(axis)
+        elif kind == "G" and trained:
+            grad_partial.append(axis)
+    return Layout(
+        tuple((Atom((size,), tuple(axes)),) for size, axes in zip(shape, dims, strict=True)), (), tuple(sorted(grad_partial))
+    )
+
+
+def check(module: nn.Module, inputs: Mapping[str, Any], compiled: Compiled, directory: Path, reference: Reference) -> Outcome:
+    """Loss and every gradient against one device."""
+    write(directory, compiled, module)
+    outcome = run_once(directory, compiled, inputs)
+    assert_close_tree({"loss": outcome.loss}, {"loss": reference.losses[0][0]})
+    wanted = {name: grad for name, grad in reference.gradients.items() if name in outcome.gradients}
+    assert wanted.keys() == reference.gradients.keys()
+    ours = {
+        name: torch.zeros_like(wanted[name]) if g is None and wanted[name] is not None else g
+        for name, g in outcome.gradients.items()
+    }
+    assert_close_tree(
+        ours, {n: torch.zeros_like(ours[n]) if g is None and ours[n] is not None else g for n, g in wanted.items()}
+    )
+    return outcome
+
+
+def compile_plan(graph: IRGraph, plan: Plan) -> Compiled:
+    """Compile with a given plan."""
+    config = ComputeConfig(plan_ngpus=plan.mesh.size, runtime_ngpus=plan.mesh.size)
+    return compile_graph(graph, lambda g, c: plan, config, policy_name=plan.policy)
+
+
+__all__ = [
+    "Callable",
+    "annotated",
+    "check",
+    "compile_plan",
+    "random_plan",
+    "reference_run",
+    "run_once",
+    "tensors_of",
+    "traced",
+    "write",
+]

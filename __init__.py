@@ -1,1 +1,108 @@
-"""shardwright: compile an ordinary PyTorch module for many devices."""
+"""shardwright: compile an ordinary PyTorch module for many devices.
+
+Names are imported when they are first used, so that ``import shardwright`` loads neither torch nor the compiler, and a
+process that only runs generated code never does load the compiler.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwright.compiler.api import parallelize
+    from shardwright.compiler.ir.graph import IRGraph
+    from shardwright.compiler.plan.plan import Plan
+    from shardwright.policies.registry import register_policy
+    from shardwright.runtime.broadcast import broadcast_weights
+    from shardwright.runtime.config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
+    from shardwright.runtime.errors import (
+        AnnotationError,
+        CheckpointError,
+        ConfigError,
+        DistributedError,
+        InputError,
+        InternalError,
+        LoadError,
+        PlanError,
+        ShardwrightError,
+        TraceError,
+    )
+    from shardwright.runtime.layout import Layout, Mesh
+    from shardwright.runtime.loader import load_class
+    from shardwright.runtime.module import ParallelModule
+    from shardwright.runtime.optimizer import build_optimizer
+    from shardwright.runtime.threads import run_ranks
+    from shardwright.runtime.world import count_communication
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AnnotationError",
+    "BroadcastGenFilesStrategy",
+    "CheckpointError",
+    "ComputeConfig",
+    "ConfigError",
+    "DistributedError",
+    "IRGraph",
+    "InputError",
+    "InternalError",
+    "Layout",
+    "LoadError",
+    "Mesh",
+    "ParallelModule",
+    "Plan",
+    "PlanError",
+    "ReuseType",
+    "ShardwrightError",
+    "TraceError",
+    "__version__",
+    "broadcast_weights",
+    "build_optimizer",
+    "count_communication",
+    "load_class",
+    "parallelize",
+    "register_policy",
+    "run_ranks",
+]
+
+_MODULES = {
+    "AnnotationError": "shardwright.runtime.errors",
+    "BroadcastGenFilesStrategy": "shardwright.runtime.config",
+    "CheckpointError": "shardwright.runtime.errors",
+    "ComputeConfig": "shardwright.runtime.config",
+    "ConfigError": "shardwright.runtime.errors",
+    "DistributedError": "shardwright.runtime.errors",
+    "IRGraph": "shardwright.compiler.ir.graph",
+    "InputError": "shardwright.runtime.errors",
+    "InternalError": "shardwright.runtime.errors",
+    "Layout": "shardwright.runtime.layout",
+    "LoadError": "shardwright.runtime.errors",
+    "Mesh": "shardwright.runtime.layout",
+    "ParallelModule": "shardwright.runtime.module",
+    "Plan": "shardwright.compiler.plan.plan",
+    "PlanError": "shardwright.runtime.errors",
+    "ReuseType": "shardwright.runtime.config",
+    "ShardwrightError": "shardwright.runtime.errors",
+    "TraceError": "shardwright.runtime.errors",
+    "broadcast_weights": "shardwright.runtime.broadcast",
+    "build_optimizer": "shardwright.runtime.optimizer",
+    "count_communication": "shardwright.runtime.world",
+    "load_class": "shardwright.runtime.loader",
+    "parallelize": "shardwright.compiler.api",
+    "register_policy": "shardwright.policies.registry",
+    "run_ranks": "shardwright.runtime.threads",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use (PEP 562)."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

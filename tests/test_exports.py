@@ -1,0 +1,42 @@
+"""The public names: complete, lazy, and the same for type checkers."""
+
+import ast
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import shardwright
+
+SOURCE = Path(__file__).resolve().parent.parent / "__init__.py"
+
+
+@pytest.mark.parametrize("name", shardwright.__all__)
+def test_every_public_name_is_there(name):
+    assert getattr(shardwright, name) is not None
+    assert name in dir(shardwright)
+
+
+def test_the_three_lists_of_names_agree():
+    tree = ast.parse(SOURCE.read_text())
+    typed = next(node for node in tree.body if isinstance(node, ast.If))
+    from_imports = {alias.name: node.module for node in typed.body for alias in node.names}
+    assert from_imports == shardwright._MODULES
+    assert sorted({*shardwright._MODULES, "__version__"}) == sorted(shardwright.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'shardwright' has no attribute 'paralelize'"):
+        shardwright.paralelize  # noqa: B018
+
+
+def test_the_version_is_the_installed_one():
+    assert shardwright.__version__ == version("shardwright")
+
+
+def test_a_runtime_name_loads_no_compiler():
+    code = "import sys, shardwright; shardwright.ParallelModule; print([m for m in sys.modules if '.compiler' in m])"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not [name for name in ast.literal_eval(loaded.stdout) if name.startswith("shardwright")]

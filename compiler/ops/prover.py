@@ -32,17 +32,13 @@ from shardwright.compiler.ops.localise import localise
 from shardwright.compiler.ops.opdef import OpDef
 from shardwright.compiler.ops.render import call_source, imports_of
 from shardwright.compiler.ops.rule import OpRule
-from shardwright.compiler.ops.shards import DisagreementError, dual, joined, largest_difference, shards
+from shardwright.compiler.ops.shards import DisagreementError, accepted, dual, joined, largest_difference, shards
 from shardwright.compiler.ops.strategy import Assignment, layouts, strategies
 from shardwright.runtime.errors import AnnotationError
 from shardwright.runtime.groups import RankMesh
 from shardwright.runtime.layout import Layout, Mesh, piece
 from shardwright.runtime.ops.random import RngState
 from shardwright.runtime.threads import run_ranks
-
-TOLERANCE = 1e-10
-"""Largest accepted difference, relative to the largest element (or to 1 if that is smaller)."""
-
 
 @dataclass(frozen=True, slots=True)
 class Trial:
@@ -109,7 +105,8 @@ def prove(
     """Try every strategy of an operator's rule on one call of it.
 
     ``operator``: a registered function (``register_op``, or one of torch's), or an entry of the registry. ``args`` and
-    ``kwargs``: example arguments; floating tensors should be float64, and all of them are differentiated. ``num_ranks``:
+    ``kwargs``: example arguments, floating tensors in float64 (lower precisions are compared less strictly). Gradients are
+    compared for the tensors that require one; if none does, for all floating ones. ``num_ranks``:
     the sizes of the mesh axis to split over, or meshes of several axes (``{"a": 2, "b": 2}``), on which every combination of
     strategies is tried. ``training``: what ``self.training`` means where the call depends on it.
 
@@ -146,27 +143,19 @@ class _Call:
     def of(
         cls, operator: Callable[..., Any] | OpDef, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, seed: int
     ) -> _Call:
-        opdef, args, kwargs = _resolve(operator, args, kwargs)
-        operands: list[Tensor] = []
-
-        def value(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            operands.append(leaf.detach())
-            return IRValue(f"x{len(operands) - 1}", tuple(leaf.shape), leaf.dtype, leaf.is_floating_point())
-
-        bound = opdef.bind(map_leaves(args, value), {key: map_leaves(item, value) for key, item in kwargs.items()})
-        op = IROp("call", opdef.name, bound, ())
-        by_name = {f"x{i}": tensor for i, tensor in enumerate(operands)}
-        ordered = [by_name[value.name] for value in op.operands]
-        names = [IRValue(f"x{i}", v.shape, v.dtype, v.requires_grad) for i, v in enumerate(op.operands)]
-        renamed = dict(zip((value.name for value in op.operands), names, strict=True))
-        op = op.map_args(lambda leaf: renamed[leaf.name] if isinstance(leaf, IRValue) else leaf)
-        call = cls(op, OpRule("", (), (), ()), ordered, training, seed)
-        results = [
-            IRValue(f"y{i}", tuple(y.shape), y.dtype, y.requires_grad) for i, y in enumerate(call._example_results(operator, args, kwargs))
-        ]
-        op = replace(op, results=tuple(results))
+        opdef, bound_args, bound_kwargs = _resolve(operator, args, kwargs)
+        bound = dict(opdef.bind(bound_args, bound_kwargs))
+        operands = [leaf for arg in bound.values() for leaf in leaves(arg) if isinstance(leaf, Tensor)]
+        explicit = any(x.requires_grad for x in operands)
+        values = (
+            IRValue(f"x{i}", tuple(x.shape), x.dtype, x.requires_grad if explicit else x.is_floating_point())
+            for i, x in enumerate(operands)
+        )
+        named = map_leaves(tuple(bound.values()), lambda leaf: next(values) if isinstance(leaf, Tensor) else leaf)
+        op = IROp("call", opdef.name, tuple(zip(bound, named, strict=True)), ())
+        call = cls(op, OpRule("", (), (), ()), [x.detach() for x in operands], training, seed)
+        results = call._example_results(operator, args, kwargs)
+        op = replace(op, results=tuple(IRValue(f"y{i}", tuple(y.shape), y.dtype) for i, y in enumerate(results)))
         rule = instantiate(opdef, op)
         return replace(call, op=replace(op, rule=rule), rule=rule)
 
@@ -175,8 +164,8 @@ class _Call:
         with torch.random.fork_rng(devices=[]):
             if isinstance(operator, OpDef):
                 return self._run(self.op, self.operands, {}, None).results
-            copied = map_leaves((args, tuple(kwargs.values())), lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
-            return _tensors(operator(*copied[0], **dict(zip(kwargs, copied[1], strict=True))))
+            copies = map_leaves((args, tuple(kwargs.values())), lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
+            return _tensors(operator(*copies[0], **dict(zip(kwargs, copies[1], strict=True))))
 
     def trial(self, assignment: Assignment, mesh: Mesh) -> Trial:
         """Run the call split as ``assignment`` says and compare."""
@@ -194,10 +183,10 @@ class _Call:
         worst = 0.0
         for what, reference, pieces, layout in self._comparisons(whole, outcomes, operand_layouts, result_layouts):
             try:
-                error = largest_difference(joined(pieces, layout, mesh, TOLERANCE), reference)
+                error = largest_difference(joined(pieces, layout, mesh), reference)
             except DisagreementError as disagreement:
                 return replace(trial, failure=f"{what}: {disagreement}")
-            if not error <= TOLERANCE:
+            if not error <= accepted(reference):
                 return replace(trial, failure=f"{what} is wrong by {error:.1e}", error=error)
             worst = max(worst, error)
         return replace(trial, error=worst)
@@ -217,7 +206,10 @@ class _Call:
         """The local calls of all ranks, on threads if they communicate; an exception one of them raised."""
         operand_layouts, result_layouts = layouts(self.rule, assignment, mesh)
         pieces = [shards(x, layout, mesh, generator) for x, layout in zip(self.operands, operand_layouts, strict=True)]
-        grads = [shards(g, dual(layout), mesh, generator) for g, layout in zip(whole[1], result_layouts, strict=True)]
+        grads = [
+            shards(g, dual(layout), mesh, generator) if g.is_floating_point() else [g] * mesh.size  # the latter are not used
+            for g, layout in zip(whole[1], result_layouts, strict=True)
+        ]
 
         def run(rank: int, axes: Mapping[str, Any]) -> _Outcome:
             env = {**axes, "self": self._module(mesh, mesh.coords(rank))}
@@ -264,7 +256,7 @@ class _Call:
 
     def _run(self, op: IROp, operands: Sequence[Tensor], env: Mapping[str, Any], grads: Sequence[Tensor] | None) -> _Outcome:
         """Evaluate a call's source on one rank; with ``grads`` also send these back."""
-        inputs = [x.clone().requires_grad_(x.is_floating_point() and i not in self.rule.updates) for i, x in enumerate(operands)]
+        inputs = [x.clone().requires_grad_(value.requires_grad) for x, value in zip(operands, self.op.operands, strict=True)]
         scope: dict[str, Any] = {**env, **{f"x{i}": x for i, x in enumerate(inputs)}}
         for statement in sorted(imports_of(op)):
             exec(statement, scope)

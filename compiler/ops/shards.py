@@ -55,10 +55,10 @@ def _summands(x: Tensor, sizes: Sequence[int], generator: torch.Generator) -> li
     return [*parts, x - sum(parts) if parts else x]
 
 
-def joined(pieces: Sequence[Tensor], layout: Layout, mesh: Mesh, tolerance: float) -> Tensor:
+def joined(pieces: Sequence[Tensor], layout: Layout, mesh: Mesh) -> Tensor:
     """The whole tensor from what the ranks hold.
 
-    Raises :class:`DisagreementError` if a piece has the wrong shape, or copies differ by more than ``tolerance``.
+    Raises :class:`DisagreementError` if a piece has the wrong shape, or copies differ by more than :func:`accepted`.
     """
     whole: dict[tuple[int, ...], Tensor] = {}  # by the coordinates along the axes on which ranks hold copies
     copied = [axis for axis in mesh.names if axis not in layout.cut_axes and axis not in layout.partial]
@@ -66,19 +66,22 @@ def joined(pieces: Sequence[Tensor], layout: Layout, mesh: Mesh, tolerance: floa
         expected = layout.local_shape(mesh, coords)
         if tuple(piece.shape) != expected:
             raise DisagreementError(f"rank {rank} holds {list(piece.shape)} where its piece has the shape {list(expected)}")
-        places = tuple(_index(layout, dim, mesh, coords) for dim in range(piece.ndim))
         total = whole.setdefault(tuple(coords[axis] for axis in copied), piece.new_zeros(layout.shape))
-        if piece.dtype == torch.bool:
-            total[torch.meshgrid(*places, indexing="ij")] |= piece
-        elif piece.ndim:
-            total.index_put_(torch.meshgrid(*places, indexing="ij"), piece, accumulate=True)
-        else:
-            total += piece
+        places = [_index(layout, dim, mesh, coords) for dim in range(piece.ndim)]
+        here = torch.meshgrid(*places, indexing="ij") if places else ()
+        total[here] = total[here] | piece if piece.dtype == torch.bool else total[here] + piece
     first, *others = whole.values()
     for other in others:
-        if (error := largest_difference(other, first)) > tolerance:
+        if (error := largest_difference(other, first)) > accepted(first):
             raise DisagreementError(f"copies that must be equal differ by {error:.1e}")
     return first
+
+
+def accepted(x: Tensor) -> float:
+    """The largest difference taken for rounding: 1e-10 in float64, a thousand units of rounding in other precisions."""
+    if x.dtype in (torch.float64, torch.complex128) or not (x.is_floating_point() or x.is_complex()):
+        return 1e-10
+    return 1000 * torch.finfo(x.dtype).eps
 
 
 def largest_difference(x: Tensor, reference: Tensor) -> float:
@@ -88,7 +91,7 @@ def largest_difference(x: Tensor, reference: Tensor) -> float:
     if x.dtype == torch.bool or not (x.is_floating_point() or x.is_complex()):
         return float((x != reference).any())
     finite = reference.isfinite()
-    if not torch.equal(x[~finite].nan_to_num(), reference[~finite].nan_to_num()) or not x[finite].isfinite().all():
+    if not torch.equal(x.isfinite(), finite) or not torch.equal(x[~finite].nan_to_num(), reference[~finite].nan_to_num()):
         return float("inf")
     if not finite.any():
         return 0.0

@@ -142,7 +142,7 @@ def _of_classes(form: str) -> Callable[[IROp], OpRule]:
 
     def rule(op: IROp) -> OpRule:
         rows = ["n"] if op.operands[0].ndim == 2 else []
-        terms = {"input": [*rows, "c^"], "target": [*rows, "c"], "weight": ["c"]}
+        terms = {"input": [*rows, "c^"], "target": [*rows, "c^"], "weight": ["c^"]}
         if op.target == "multi_margin_loss":
             terms["target"] = rows
         return _per_row(op, [terms[name] for name in op.operand_names], rows, form, product(op.operands[0].shape[:-1]))

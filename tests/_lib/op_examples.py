@@ -1,0 +1,314 @@
+"""Example calls of operators, on which the prover runs: small, with sizes that do and do not divide.
+
+Each entry is ``name: (call, ...)``; a call is a tuple ``(function, args)`` or ``(function, args, kwargs)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Call = tuple[Any, ...]
+
+
+def _randn(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """A tensor whose gradient is compared."""
+    return torch.randn(*shape, dtype=dtype, generator=_GENERATOR).requires_grad_()
+
+
+def _rand(*shape: int) -> torch.Tensor:
+    """Positive numbers without a gradient: probabilities, weights of classes, variances."""
+    return torch.rand(*shape, dtype=torch.float64, generator=_GENERATOR)
+
+
+def _ints(high: int, *shape: int, low: int = 0) -> torch.Tensor:
+    return torch.randint(low, high, shape, generator=_GENERATOR)
+
+
+_GENERATOR = torch.Generator().manual_seed(0)
+X = _randn(4, 6, 7)
+IDS = _ints(7, 4, 5)
+
+
+def products() -> list[Call]:
+    offs, f32 = torch.tensor([3, 8], dtype=torch.int32), torch.float32  # torch has it for neither float64 nor odd sizes
+    return [
+        (F.linear, (X, _randn(5, 7), _randn(5))),
+        (F.linear, (X, _randn(5, 7))),
+        (F.linear, (X, _randn(7))),
+        (F.linear, (_randn(7), _randn(5, 7), _randn(5))),
+        (torch.matmul, (_randn(3, 4, 6), _randn(6, 5))),
+        (torch.matmul, (_randn(4, 3, 4, 6), _randn(1, 3, 6, 5))),
+        (torch.Tensor.__matmul__, (_randn(4, 6), _randn(6))),
+        (torch.Tensor.__rmatmul__, (_randn(6, 5), _randn(4, 6))),
+        (torch.dot, (_randn(6), _randn(6))),
+        (torch.bmm, (_randn(3, 4, 6), _randn(3, 6, 5))),
+        (torch.addmm, (_randn(5), _randn(4, 6), _randn(6, 5)), {"beta": 0.5, "alpha": 2}),
+        (torch.addmm, (_randn(4, 1), _randn(4, 6), _randn(6, 5))),
+        (torch.addmv, (_randn(4), _randn(4, 6), _randn(6))),
+        (torch.addr, (_randn(4, 5), _randn(4), _randn(5))),
+        (torch.baddbmm, (_randn(3, 1, 5), _randn(3, 4, 6), _randn(3, 6, 5))),
+        (torch.addbmm, (_randn(4, 5), _randn(3, 4, 6), _randn(3, 6, 5))),
+        (torch.einsum, ("bhqd,bhkd->bhqk", _randn(2, 3, 4, 5), _randn(2, 3, 6, 5))),
+        (torch.einsum, ("...ij,...jk", _randn(3, 4, 6), _randn(3, 6, 5))),
+        (torch.einsum, ("ii,ij->j", _randn(4, 4), _randn(4, 5))),
+        (torch.einsum, ("a,b,ab->", _randn(3), _randn(4), _randn(3, 4))),
+        (torch.tensordot, (_randn(3, 4, 5), _randn(4, 5, 6)), {"dims": 2}),
+        (torch.tensordot, (_randn(3, 4, 5), _randn(5, 3)), {"dims": ([0, 2], [1, 0])}),
+        (torch.outer, (_randn(4), _randn(5))),
+        (F.bilinear, (_randn(4, 3), _randn(4, 5), _randn(6, 3, 5), _randn(6))),
+        (F.grouped_mm, (_randn(8, 24, dtype=f32), _randn(2, 24, 24, dtype=f32)), {"offs": offs}),
+        (F.grouped_mm, (_randn(4, 3, 24, dtype=f32), _randn(4, 24, 24, dtype=f32))),
+    ]
+
+
+def reductions() -> list[Call]:
+    calls: list[Call] = [
+        (torch.sum, (X,)),
+        (torch.Tensor.sum, (X, -1, True)),
+        (torch.sum, (X, (0, 2))),
+        (torch.nansum, (X, 1)),
+        (torch.count_nonzero, (_ints(2, 4, 5), 1)),
+        (torch.mean, (X,)),
+        (torch.mean, (X, -1, True)),
+        (torch.Tensor.mean, (X, (0, 2))),
+        (torch.std, (X, 1)),
+        (torch.Tensor.var, (X, -1, False, True)),
+        (torch.var, (X,), {"unbiased": False}),
+        (torch.var_mean, (X, 1), {"correction": 0}),
+        (torch.std_mean, (X, (0, 1))),
+        (torch.amax, (X, (1, 2))),
+        (torch.amin, (X, 1, True)),
+        (torch.aminmax, (X,), {"dim": 1}),
+        (torch.any, (X > 1, 1)),
+        (torch.all, (X > -1,)),
+        (torch.argmax, (X, 1)),
+        (torch.argmin, (X,)),
+        (torch.nanmean, (X, 1)),
+        (torch.prod, (X, 1)),
+        (torch.max, (X,)),
+        (torch.max, (X, 1)),
+        (torch.max, (X, _randn(6, 1))),
+        (torch.min, (X, 2, True)),
+        (torch.median, (X, 1)),
+        (torch.nanmedian, (X, 1)),
+        (torch.mode, (_ints(4, 4, 6).double(),)),
+        (torch.kthvalue, (X, 2, 1)),
+        (torch.norm, (X,), {"dim": 1}),
+        (torch.Tensor.norm, (X,)),
+        (torch.linalg.vector_norm, (X, 3, (1,))),
+        (torch.linalg.norm, (X,), {"dim": 2, "keepdim": True}),
+        (torch.cumsum, (X, 1)),
+        (torch.cumprod, (X, 1)),
+        (torch.logcumsumexp, (X, 1)),
+        (torch.cummax, (X, 1)),
+        (torch.cummin, (X, 2)),
+        (torch.topk, (X, 3)),
+        (torch.sort, (X, 1)),
+        (torch.argsort, (X, 1)),
+        (torch.renorm, (X, 2, 1, 1.0)),
+        (torch.softmax, (X, -1)),
+        (F.softmax, (X,), {"dim": 0}),
+        (torch.log_softmax, (X, 1)),
+        (F.softmin, (X, 1)),
+        (torch.logsumexp, (X, 1)),
+        (torch.logsumexp, (X, (0, 2), True)),
+        (torch.cdist, (_randn(3, 4, 5), _randn(6, 5))),
+        (F.cosine_similarity, (X, _randn(6, 7)), {"dim": -1}),
+        (F.pairwise_distance, (_randn(4, 5), _randn(4, 5))),
+    ]
+    return calls
+
+
+def norms() -> list[Call]:
+    image, c = _randn(4, 6, 5), 6
+    return [
+        (F.layer_norm, (X, (7,), _randn(7), _randn(7))),
+        (F.layer_norm, (X, (6, 7))),
+        (F.rms_norm, (X, (7,), _randn(7))),
+        (F.group_norm, (image, 3, _randn(c), _randn(c))),
+        (F.batch_norm, (image, _rand(c), _rand(c), _randn(c), _randn(c)), {"training": True}),
+        (F.batch_norm, (image, None, None), {"training": True}),
+        (F.batch_norm, (image, _rand(c), _rand(c), _randn(c), _randn(c))),
+        (F.instance_norm, (image,), {"weight": _randn(c), "bias": _randn(c)}),
+        (F.instance_norm, (image, _rand(c), _rand(c))),
+        (F.local_response_norm, (image, 2)),
+        (F.normalize, (X,), {"dim": -1}),
+    ]
+
+
+def attention() -> list[Call]:
+    sdpa = F.scaled_dot_product_attention
+    q, k, v = _randn(3, 4, 6, 3), _randn(3, 4, 5, 3), _randn(3, 4, 5, 4)
+    return [
+        (sdpa, (q, k, v)),
+        (sdpa, (q, k, v, _randn(1, 1, 6, 5))),
+        (sdpa, (q, k, v, _randn(3, 1, 1, 5) > -1)),
+        (sdpa, (q, q, q), {"is_causal": True}),
+        (sdpa, (_randn(2, 8, 4, 3), _randn(2, 4, 5, 3), _randn(2, 4, 5, 3)), {"enable_gqa": True}),
+        (sdpa, (_randn(2, 6, 4, 3), _randn(2, 2, 5, 3), _randn(2, 2, 5, 3), _randn(6, 4, 5)), {"enable_gqa": True}),
+        (sdpa, (_randn(6, 3), _randn(5, 3), _randn(5, 3))),
+        (sdpa, (q, k, v), {"dropout_p": 0.5}),
+    ]
+
+
+def images() -> list[Call]:
+    x1, x2, x3 = _randn(3, 4, 6), _randn(3, 4, 5, 6), _randn(2, 4, 3, 4, 3)
+    return [
+        (F.conv1d, (x1, _randn(6, 4, 3), _randn(6))),
+        (F.conv2d, (x2, _randn(6, 4, 3, 3), _randn(6)), {"padding": 1}),
+        (F.conv2d, (_randn(4, 5, 6), _randn(6, 4, 3, 3), _randn(6)), {"padding": "same"}),
+        (F.conv2d, (x2, _randn(6, 2, 3, 3), _randn(6)), {"groups": 2}),
+        (F.conv1d, (x1, _randn(8, 1, 3)), {"groups": 4}),
+        (F.conv3d, (x3, _randn(3, 4, 2, 2, 2))),
+        (F.conv_transpose1d, (x1, _randn(4, 5, 3), _randn(5))),
+        (F.conv_transpose2d, (x2, _randn(4, 3, 3, 3), _randn(6)), {"groups": 2, "stride": 2}),
+        (F.conv_transpose3d, (x3, _randn(4, 3, 2, 2, 2))),
+        (F.interpolate, (x2,), {"scale_factor": 2.0, "mode": "bilinear"}),
+        (F.interpolate, (x1,), {"size": 4}),
+        (F.grid_sample, (x2, _rand(3, 4, 5, 2)), {"align_corners": False}),
+        (F.affine_grid, (_randn(3, 2, 3), (3, 4, 5, 6)), {"align_corners": False}),
+        (F.unfold, (x2, 3)),
+        (F.fold, (_randn(3, 2 * 9, 12), (5, 6), 3)),
+        (F.pixel_shuffle, (_randn(2, 12, 3, 4), 2)),
+        (F.pixel_unshuffle, (_randn(2, 3, 4, 6), 2)),
+        (F.channel_shuffle, (_randn(2, 6, 3, 4), 2)),
+        (F.max_pool1d, (x1, 2)),
+        (F.max_pool2d, (x2, 2), {"return_indices": True}),
+        (F.max_pool2d, (x2, 2)),
+        (F.max_pool3d, (x3, 2)),
+        (F.max_pool1d_with_indices, (x1, 2)),
+        (F.max_pool2d_with_indices, (x2, 2)),
+        (F.max_pool3d_with_indices, (x3, 2)),
+        (F.avg_pool1d, (x1, 2)),
+        (F.avg_pool2d, (x2, 2)),
+        (F.avg_pool3d, (x3, 2)),
+        (F.adaptive_avg_pool1d, (x1, 2)),
+        (F.adaptive_avg_pool2d, (x2, 1)),
+        (F.adaptive_avg_pool3d, (x3, 1)),
+        (F.adaptive_max_pool1d, (x1, 2)),
+        (F.adaptive_max_pool2d, (x2, 2)),
+        (F.adaptive_max_pool3d, (x3, 2)),
+        (F.adaptive_max_pool1d_with_indices, (x1, 2)),
+        (F.adaptive_max_pool2d_with_indices, (x2, 2)),
+        (F.adaptive_max_pool3d_with_indices, (x3, 2)),
+        (F.lp_pool1d, (x1, 2, 2)),
+        (F.lp_pool2d, (x2, 2, 2)),
+        (F.lp_pool3d, (x3, 2, 2)),
+    ]
+
+
+def tables() -> list[Call]:
+    return [
+        (F.embedding, (IDS, _randn(7, 6))),
+        (F.embedding, (IDS, _randn(8, 6)), {"padding_idx": 3}),
+        (F.embedding, (IDS, _randn(8, 6)), {"scale_grad_by_freq": True}),
+        (F.embedding_bag, (IDS, _randn(8, 6))),
+        (F.embedding_bag, (IDS, _randn(8, 6)), {"mode": "sum", "per_sample_weights": _randn(4, 5)}),
+        (F.embedding_bag, (IDS, _randn(8, 6)), {"mode": "max"}),
+        (F.one_hot, (IDS, 8)),
+    ]
+
+
+def _reductions_of(function: Any, args: tuple[Any, ...], **kwargs: Any) -> list[Call]:
+    return [(function, args, {**kwargs, "reduction": reduction}) for reduction in ("mean", "sum", "none")]
+
+
+def losses() -> list[Call]:
+    x, y, p = _randn(4, 5), _randn(4, 5), _rand(4, 5)
+    chances = _rand(4, 5).requires_grad_()
+    signs = _ints(2, 4).double() * 2 - 1
+    logits, images = _randn(5, 7), _randn(4, 6, 3)
+    classes, labels = _ints(7, 5), _ints(6, 4, 3)
+    classes[1] = labels[0, 1] = -100  # ignored
+    calls = [
+        *_reductions_of(F.mse_loss, (x, y)),
+        (F.mse_loss, (x, y), {"size_average": False}),
+        *_reductions_of(F.l1_loss, (x, y)),
+        *_reductions_of(F.smooth_l1_loss, (x, y)),
+        *_reductions_of(F.huber_loss, (x, y)),
+        *_reductions_of(F.binary_cross_entropy, (chances, p), weight=_rand(5)),
+        *_reductions_of(F.binary_cross_entropy_with_logits, (x, p), pos_weight=_rand(5), weight=_rand(4, 1)),
+        *_reductions_of(F.kl_div, (x, p)),
+        (F.kl_div, (x, p), {"reduction": "batchmean"}),
+        *_reductions_of(F.poisson_nll_loss, (x, p)),
+        *_reductions_of(F.gaussian_nll_loss, (x, y, _rand(4, 5) + 0.1)),
+        (F.gaussian_nll_loss, (x, y, _rand(4) + 0.1)),
+        (F.gaussian_nll_loss, (x, y, _rand(4, 1) + 0.1)),
+        *_reductions_of(F.soft_margin_loss, (x, _ints(2, 4, 5).double() * 2 - 1)),
+        *_reductions_of(F.hinge_embedding_loss, (x, _ints(2, 4, 5).double() * 2 - 1)),
+        *_reductions_of(F.margin_ranking_loss, (_randn(4), _randn(4), signs)),
+        *_reductions_of(F.cosine_embedding_loss, (x, y, signs)),
+        *_reductions_of(F.triplet_margin_loss, (x, y, _randn(4, 5))),
+        *_reductions_of(F.multi_margin_loss, (x, _ints(5, 4)), weight=_rand(5)),
+        *_reductions_of(F.multilabel_margin_loss, (x, _ints(5, 4, 5))),
+        *_reductions_of(F.multilabel_soft_margin_loss, (x, p), weight=_rand(5)),
+        *_reductions_of(F.nll_loss, (logits, classes), weight=_rand(7)),
+        (F.nll_loss, (images, labels), {"ignore_index": -100, "weight": _rand(6)}),
+        *_reductions_of(F.cross_entropy, (logits, classes), weight=_rand(7), label_smoothing=0.1),
+        *_reductions_of(F.cross_entropy, (logits, classes)),
+        *_reductions_of(F.cross_entropy, (images, labels)),
+        *_reductions_of(F.cross_entropy, (logits, _rand(5, 7)), weight=_rand(7), label_smoothing=0.1),
+        (F.cross_entropy, (images, _randn(4, 6, 3).detach().softmax(1).requires_grad_())),
+        (F.cross_entropy, (_randn(7), torch.tensor(3))),
+    ]
+    return calls
+
+
+def random() -> list[Call]:
+    double = {"dtype": torch.float64}
+    image = _randn(4, 6, 3, 3)
+    return [
+        (F.dropout, (X, 0.4)),
+        (F.dropout, (X, 0.4, False)),
+        (F.dropout1d, (_randn(4, 6, 3),)),
+        (F.dropout2d, (image,)),
+        (F.dropout3d, (_randn(2, 6, 2, 2, 2),)),
+        (F.alpha_dropout, (X, 0.4, True)),
+        (F.feature_alpha_dropout, (image, 0.4, True)),
+        (F.rrelu, (X,), {"training": True}),
+        (F.gumbel_softmax, (X,)),
+        (F.gumbel_softmax, (X,), {"hard": True, "dim": 1}),
+        (torch.rand, (4, 5), double),
+        (torch.randn, ((4, 5),), double),
+        (torch.randint, (9, (4, 5))),
+        (torch.rand_like, (X,)),
+        (torch.randn_like, (X,)),
+        (torch.randint_like, (X, 2, 9)),
+        (torch.bernoulli, (_rand(4, 5),)),
+        (torch.Tensor.bernoulli_, (_rand(4, 5), 0.3)),
+        (torch.normal, (_randn(4, 5), _rand(5))),
+        (torch.normal, (0.0, 1.0, (4, 5)), double),
+        (torch.multinomial, (_rand(4, 5), 3)),
+        (torch.Tensor.normal_, (_rand(4, 5), 1.0, 2.0)),
+        (torch.Tensor.uniform_, (_rand(4, 5), -1.0, 2.0)),
+        (torch.Tensor.exponential_, (_rand(4, 5),)),
+    ]
+
+
+def recurrent() -> list[Call]:
+    x, h, c = _randn(3, 4, 5), _randn(1, 4, 6), _randn(1, 4, 6)
+
+    def weights(gates: int) -> list[torch.Tensor]:
+        return [_randn(6 * gates, 5), _randn(6 * gates, 6), _randn(6 * gates), _randn(6 * gates)]
+
+    rest = (True, 1, 0.0, False, False, False)
+    return [
+        (torch.lstm, (x, (h, c), weights(4), *rest)),
+        (torch.lstm, (x.transpose(0, 1), (h, c), weights(4), *rest[:-1], True)),
+        (torch.gru, (x, h, weights(3), *rest)),
+        (torch.rnn_tanh, (x, h, weights(1), *rest)),
+        (torch.rnn_relu, (x, h, weights(1), *rest)),
+        (torch.lstm_cell, (x[0], (h[0], c[0]), *weights(4))),
+        (torch.gru_cell, (x[0], h[0], *weights(3))),
+        (torch.rnn_tanh_cell, (x[0], h[0], *weights(1))),
+        (torch.rnn_relu_cell, (x[0], h[0], *weights(1)[:2])),
+    ]
+
+
+EXAMPLES: dict[str, list[Call]] = {
+    function.__name__: function()
+    for function in (products, reductions, norms, attention, images, tables, losses, random, recurrent)
+}

@@ -285,7 +285,8 @@ class ParallelModule(Scope):
         """Also accept a state dict of the original module where every rank holds whole tensors."""
         key = f"{prefix}_extra_state"
         if key not in state_dict:
-            cut = next((d for d in self._declarations.values() if d.is_initial_weight and d.layout.cut_axes), None)
+            saved = (d for d in self._declarations.values() if d.is_initial_weight)
+            cut = next((d for d in saved if d.layout.local_shape(self.mesh, self.ranks.coords) != d.layout.shape), None)
             if cut is not None:
                 raise CheckpointError(
                     f"the state dict has no layouts for {type(self).__name__}",

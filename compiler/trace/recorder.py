@@ -74,7 +74,8 @@ class ModuleScope(Protocol):
 
     path: str
     type_name: str
-    is_leaf: bool  # a module of torch itself: its name is the best name for what it computes
+    is_library: bool
+    is_leaf: bool
     region: str | None
 
 
@@ -159,10 +160,11 @@ class Recorder:
         return self.emit(Call(function, getattr(function, "__name__", ""), args, kwargs), [result])[0]
 
     def _name_results(self, results: list[TensorType], word: str, frame: FrameType | None) -> list[IRValue]:
-        scope, assigned = self.scope.path, assigned_names(frame)
+        scope = self.scope.path
+        assigned = () if self.scope.is_library else assigned_names(frame)
         if self.scope.is_leaf and scope:
             labels = [scope] * len(results)
-        elif len(assigned) == len(results) > 1 or (len(assigned) == 1 == len(results)):
+        elif len(assigned) == len(results):
             labels = [f"{scope}.{name}" for name in assigned]
         else:
             labels = [f"{scope}.{assigned[0] if len(assigned) == 1 else word}"] * len(results)

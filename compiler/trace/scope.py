@@ -30,9 +30,14 @@ class Scope:
         return type(self._stack[-1][1]).__name__
 
     @property
-    def is_leaf(self) -> bool:
-        """Whether the running module comes from ``torch.nn``: its own name is the best one for what it computes."""
+    def is_library(self) -> bool:
+        """Whether the running module comes from ``torch.nn``: its variables are not the user's."""
         return type(self._stack[-1][1]).__module__.startswith("torch.nn.")
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether the running module is of ``torch.nn`` and has no parts: its own name is the best one for its result."""
+        return self.is_library and not self._stack[-1][1]._modules
 
     @property
     def region(self) -> str | None:

@@ -46,6 +46,7 @@ class Tracer(TorchFunctionMode):
     def __init__(self, recorder: Recorder, constants: Constants) -> None:
         super().__init__()
         self._recorder, self._constants = recorder, constants
+        self._open: list[Any] = []  # composites that run opened now
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -86,10 +87,18 @@ class Tracer(TorchFunctionMode):
             return self._reshaped_in_place(func, name, args, kwargs)
         if (functional := inplace.functional_form(func, name)) is not None:
             return self._in_place(func, functional, args, kwargs, args, kwargs)
-        if func not in opaque and registry.find(func) is None and (parts := opened(func)) is not None:
+        if func not in opaque and func not in self._open and registry.find(func) is None and (parts := opened(func)) is not None:
+            return self._run_open(func, parts, args, kwargs)
+        return self.record(func, name, args, kwargs)
+
+    def _run_open(self, func: Any, parts: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a composite so that its parts come back here; where it calls itself (``Tensor.unflatten``), it is recorded."""
+        self._open.append(func)
+        try:
             with self:
                 return parts(*args, **kwargs)
-        return self.record(func, name, args, kwargs)
+        finally:
+            self._open.pop()
 
     # recording
 

@@ -1,0 +1,254 @@
+"""In-place operators become functional ones, with the values and gradients they had."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tracing import traced
+
+from shardwright.compiler.trace import trace
+from shardwright.runtime.errors import TraceError
+
+X = torch.arange(24, dtype=torch.float64).reshape(4, 6) / 7 - 1
+Y = torch.linspace(-2, 1, 24, dtype=torch.float64).reshape(4, 6)
+MASK = X > 0.2
+
+
+def augmented(x: Tensor, y: Tensor) -> Tensor:
+    x = x * 1
+    x += y
+    x *= 2
+    x -= 0.5
+    x /= y + 3
+    return x
+
+
+def methods(x: Tensor, y: Tensor) -> Tensor:
+    x = x.clone()
+    x.add_(y, alpha=2).mul_(y).clamp_(min=-1).sub_(1)
+    x.masked_fill_(MASK, 0.5)
+    x.copy_(x + y)
+    return x.relu_()
+
+
+def argument(x: Tensor, y: Tensor) -> Tensor:
+    x.mul_(2)
+    return x + y
+
+
+def both_names(x: Tensor, y: Tensor) -> Tensor:
+    a = x + 0
+    b = a
+    b.add_(y)
+    return a * b
+
+
+def write_view(x: Tensor, y: Tensor) -> Tensor:
+    x = x + 0
+    row = x[1]
+    row.mul_(y[0])
+    return x.sin() + row
+
+
+def read_view_after_write(x: Tensor, y: Tensor) -> Tensor:
+    x = x + 0
+    view, flat = x[:, 2:4], x.view(-1)
+    x.mul_(y)
+    return view.sum() + flat[3] + x.t().sum()
+
+
+def nested_views(x: Tensor, y: Tensor) -> Tensor:
+    x = x + 0
+    other = x.view(2, 2, 6)
+    x.view(2, 2, 6)[0].transpose(0, 1)[2:5, 1].add_(y[0, :3])
+    return other + x.view(2, 2, 6)
+
+
+def split_views(x: Tensor, y: Tensor) -> Tensor:
+    x = x.detach() + 0  # autograd itself refuses writes to one of several views
+    a, b = x.split([2, 4], dim=1)
+    c, d = b.chunk(2, dim=-1)
+    c.zero_()
+    a.copy_(d)
+    for row in x.unbind(0):
+        row.mul_(2)
+    return x * y + torch.cat((a, c, d), 1)
+
+
+def diagonal(x: Tensor, y: Tensor) -> Tensor:
+    x = x + 0
+    x.diagonal().fill_(3.0)
+    return x * y
+
+
+def select_narrow(x: Tensor, y: Tensor) -> Tensor:
+    x = x + 0
+    x.select(1, 2).mul_(3)
+    x.narrow(1, 3, 2).add_(y[:, :2])
+    x.unsqueeze(0).squeeze(0).permute(1, 0)[0].neg_()
+    return x
+
+
+def set_items(x: Tensor, y: Tensor) -> Tensor:
+    x = x + 0
+    x[0] = 1
+    x[1:3, ::2] = y[1:3, ::2]
+    x[..., -1] = y[:, 0]
+    x[-1, 2:4] = 5
+    x[:] = x * 2
+    x[None, 2] = y[0]
+    return x
+
+
+def set_items_by_tensors(x: Tensor, y: Tensor) -> Tensor:
+    x = x + 0
+    x[MASK] = 0.25
+    x[MASK[:, 0]] = 7
+    x[torch.tensor([0, 2]), torch.tensor([1, 3])] = y[0, :2]
+    x[[1, 3]] = y[[0, 1]]
+    x[:, torch.tensor([4])] = y[:, :1]
+    return x
+
+
+def casting(x: Tensor, y: Tensor) -> Tensor:
+    low = x.float()
+    low.add_(y)
+    low[0] = y[0]
+    return low
+
+
+def flags(x: Tensor, y: Tensor) -> Tensor:
+    h = F.relu(x * y, inplace=True)
+    h = F.silu(h - 1, True)
+    return F.leaky_relu(h, 0.2, inplace=True)
+
+
+def out_argument(x: Tensor, y: Tensor) -> Tensor:
+    result = torch.empty(4, 6, dtype=torch.float64)
+    torch.add(x.detach(), y.detach(), out=result)
+    return result * x
+
+
+def metadata(x: Tensor, y: Tensor) -> Tensor:
+    x = x + 0
+    v = x.detach() * y
+    v.t_()
+    v.unsqueeze_(0)
+    v.add_(1)
+    return v * x.t()
+
+
+def scatter(x: Tensor, y: Tensor) -> Tensor:
+    index = torch.tensor([[0, 1, 2, 3, 0, 1]])
+    x = (x + 0).scatter_(0, index, y[:1])
+    x.scatter_add_(0, index, y[1:2]).index_add_(0, torch.tensor([1, 3]), y[:2])
+    return x.index_copy_(1, torch.tensor([5]), y[:, :1])
+
+
+def detached(x: Tensor, y: Tensor) -> Tensor:
+    h = x * 2
+    h.detach().add_(1)
+    with torch.no_grad():
+        h.mul_(3)
+    return h * y
+
+
+FUNCTIONS = [
+    augmented, methods, argument, both_names, write_view, read_view_after_write, nested_views, split_views, diagonal,
+    select_narrow, set_items, set_items_by_tensors, casting, flags, out_argument, metadata, scatter, detached,
+]  # fmt: skip
+
+
+class Apply(nn.Module):
+    def __init__(self, function: object) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.function(x, y)
+
+
+@pytest.mark.filterwarnings("ignore:forward changes its arguments")
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_same_values_and_gradients(function: object) -> None:
+    graph = traced(Apply(function), {"x": X, "y": Y})
+    assert not [op.target for op in graph.ops if op.target.endswith("_") or "setitem" in op.target]
+
+
+def test_the_caller_is_told_about_changed_arguments() -> None:
+    with pytest.warns(UserWarning, match="forward changes its arguments in place: x; "):
+        trace(Apply(argument), {"x": X, "y": Y})
+
+
+class Counter(nn.Module):
+    """Buffers changed in several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("average", torch.zeros(6, dtype=torch.float64))
+        self.register_buffer("last", torch.zeros(4, 6, dtype=torch.float64), persistent=False)
+        self.register_buffer("unchanged", torch.ones(6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
+            self.last[1:] = x[:-1]
+        scaled = x * self.average + self.unchanged
+        self.average = self.average * 2
+        return scaled
+
+
+def test_buffer_updates() -> None:
+    graph = traced(Counter(), {"x": X})
+    assert [before.fqn for before, _ in graph.buffer_updates] == ["steps", "average", "last"]
+
+
+class ChangesParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(max=1)
+        return x * self.weight
+
+
+def test_a_changed_parameter_is_refused() -> None:
+    module = ChangesParameter()
+    with pytest.raises(TraceError) as caught:
+        trace(module, {"x": X})
+    text = str(caught.value)
+    assert text.startswith("forward changes the parameter weight in place\n  where: ")
+    assert "test_inplace.py:" in text and "in (root) (ChangesParameter)" in text
+    assert "  try:   change a copy of it, or make it a buffer" in text
+    assert torch.equal(module.weight, torch.ones(6, dtype=torch.float64)) and isinstance(module.weight, nn.Parameter)
+
+
+def through_unfold(x: Tensor, y: Tensor) -> Tensor:
+    x = x + 0
+    x.unfold(1, 2, 2).mul_(2)
+    return x
+
+
+def test_a_write_through_an_exotic_view_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"an in-place operator changes a view made by unfold\(\)\n  where: .*test_inplace.py:\d+ in"):
+        trace(Apply(through_unfold), {"x": X, "y": Y})
+
+
+OUTSIDE = torch.zeros(6, dtype=torch.float64)
+
+
+def changes_outside(x: Tensor, y: Tensor) -> Tensor:
+    OUTSIDE.add_(1)
+    return x + OUTSIDE
+
+
+def test_a_change_of_a_captured_tensor_is_refused() -> None:
+    with pytest.raises(TraceError, match="forward changes the tensor const_0 in place, which is neither parameter nor buffer"):
+        trace(Apply(changes_outside), {"x": X, "y": Y})
+    assert torch.equal(OUTSIDE, torch.zeros(6, dtype=torch.float64))

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,10 +24,11 @@ from typing import Any
 
 import torch
 
+from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.weights import Tensors, digest_tensors, write_tensors
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, LoadError
-from shardwright.runtime.manifest import MANIFEST_FILE, Manifest, code_file, sha256
+from shardwright.runtime.manifest import MANIFEST_FILE, Manifest, code_file, read_file, sha256
 from shardwright.runtime.swap import recover_folder, write_folder
 from shardwright.runtime.weights import CONSTANTS_FILE, WEIGHTS_FILE
 
@@ -43,7 +45,28 @@ def generated_directory(gen_savedir: Path | str, cls: type[Any], instance_name: 
             hint="letters, digits, '_', '-' and '.', the first one no '-' or '.'",
         )
     qualname = re.sub(r"[^\w.]", "", cls.__qualname__)  # the class of a function has <locals> in it
-    return Path(gen_savedir).absolute() / "_parallel_modules" / cls.__module__ / qualname / instance
+    return Path(gen_savedir).absolute() / "_parallel_modules" / _module_name(cls) / qualname / instance
+
+
+def _module_name(cls: type[Any]) -> str:
+    """The module of a class; for one defined in the running script, the name it has when it is imported instead."""
+    if cls.__module__ != "__main__":
+        return cls.__module__
+    main = sys.modules["__main__"]
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    return spec.name if spec else Path(file).stem if file else cls.__module__
+
+
+def read_plan(directory: Path) -> Plan:
+    """The plan of a directory. Raises :class:`LoadError` if it is missing or damaged."""
+    try:
+        return Plan.from_json(json.loads(read_file(directory, PLAN_FILE)))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LoadError(
+            f"{directory / PLAN_FILE} is damaged",
+            why=f"{type(error).__name__}: {error}",
+            hint="compile again with reuse='override'",
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,229 @@
+"""The commands: ``compile``, ``inspect``, ``accept``.
+
+Exit codes: 0 done, 1 an error (printed in words; with ``--debug`` as a traceback), 2 a command line that does not parse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+import shardwright
+from shardwright.compiler.cache import generated_directory, read_plan
+from shardwright.compiler.cli_targets import load_model, load_target, read_settings
+from shardwright.compiler.generate import Generated, Order, generate
+from shardwright.compiler.plan_tables import show_directory
+from shardwright.policies.registry import find_policy, policy_names
+from shardwright.runtime.config import ComputeConfig, ReuseType
+from shardwright.runtime.errors import ConfigError, ShardwrightError, did_you_mean, format_error
+from shardwright.runtime.manifest import Manifest, accept
+
+PIPE_WIDTH = 160
+"""Columns of output that goes to no terminal."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except ShardwrightError as error:
+        if options.debug:
+            raise
+        _print_error(str(error))
+        return 1
+    except Exception as error:
+        if options.debug:
+            raise
+        what = f"{type(error).__name__}: {error}"
+        _print_error(format_error(what, hint="run the command again with --debug to see where it was raised"))
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="shardwright", description="Compile an ordinary PyTorch module for many devices.")
+    versions = f"shardwright {shardwright.__version__} (torch {torch.__version__})"
+    parser.add_argument("--version", action="version", version=versions)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, (add_arguments, run, text) in _COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=text.splitlines()[0].rstrip("."),
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        add_arguments(command)
+        command.add_argument("--debug", action="store_true", help="print a traceback for an error")
+        command.set_defaults(run=run)
+    return parser
+
+
+def _add_compile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target",
+        metavar="MODULE:NAME",
+        help="a function that returns (module, dummy_args) or a module; a module class; a module",
+    )
+    parser.add_argument("--args", metavar="MODULE:NAME", help="the dict of dummy arguments, or a function that returns it")
+    parser.add_argument(
+        "--policy", required=True, help=f"one of {', '.join(policy_names())}, or MODULE:NAME of a policy function"
+    )
+    parser.add_argument("--plan-ngpus", type=int, required=True, metavar="N", help="ranks that share one copy of the model")
+    parser.add_argument("--runtime-ngpus", type=int, metavar="N", help="ranks in all (default: as many as --plan-ngpus)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="settings",
+        help="a field of ComputeConfig; values are JSON; pas_config.KEY=VALUE for an option of the policy; repeatable",
+    )
+    parser.add_argument("--dtype", help="compile as if the module had been cast to this dtype: bfloat16, float64, ...")
+    parser.add_argument(
+        "--gen-savedir", default=".shardwright", metavar="DIR", help="where the files go (default: %(default)s)"
+    )
+    parser.add_argument("--instance-name", metavar="NAME", help="tells compiles of one class apart")
+    parser.add_argument(
+        "--reuse",
+        choices=[mode.value for mode in ReuseType],
+        default=ReuseType.MOO.value,
+        help="what to do with files of an earlier compile (default: %(default)s, compile again if something changed)",
+    )
+    parser.add_argument("--dump", type=Path, metavar="DIR", help="write the form of the program after every pass")
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    _add_directory(parser)
+    parser.add_argument(
+        "--every-layer", action="store_true", help="a row for every operator and tensor, not one per kind of layer"
+    )
+
+
+def _add_directory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the folder with manifest.json and gencode0.py")
+
+
+def _compile(options: argparse.Namespace) -> None:
+    source, dummy_args = load_model(options.target, options.args)
+    config = ComputeConfig.of(
+        {
+            "plan_ngpus": options.plan_ngpus,
+            "runtime_ngpus": options.plan_ngpus if options.runtime_ngpus is None else options.runtime_ngpus,
+            **_config_fields(options.settings),
+        }
+    )
+    policy = find_policy(load_target(options.policy) if ":" in options.policy else options.policy)
+    policy.check(config)
+    order = Order(
+        source=source,
+        dummy_args=dummy_args,
+        policy=policy,
+        config=config,
+        directory=generated_directory(options.gen_savedir, source.cls, options.instance_name),
+        reuse=ReuseType(options.reuse),
+        module_dtype=_dtype(options.dtype),
+        dump=options.dump,
+    )
+    _report(generate(order), order)
+
+
+def _config_fields(settings: Sequence[str]) -> dict[str, object]:
+    fields = read_settings(settings)
+    for name in ("plan_ngpus", "runtime_ngpus"):
+        if name in fields:
+            raise ConfigError(f"{name} is not for --set", hint=f"--{name.replace('_', '-')} {fields[name]}")
+    dims = fields.get("dynamic_dims")
+    if isinstance(dims, dict):
+        fields["dynamic_dims"] = {path: _numbered(named) for path, named in dims.items()}
+    return fields
+
+
+def _numbered(dims: object) -> object:
+    """``{"0": "batch"}`` as ``{0: "batch"}``: JSON has string keys only."""
+    if not isinstance(dims, dict):
+        return dims
+    return {int(dim) if dim.isdecimal() else dim: name for dim, name in dims.items()}
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    dtypes = (value for value in vars(torch).values() if isinstance(value, torch.dtype))
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in dtypes if dtype.is_floating_point}
+    if name not in known:
+        raise ConfigError(f"there is no floating dtype {name!r}", hint=did_you_mean(name, tuple(known)))
+    return known[name]
+
+
+def _report(generated: Generated, order: Order) -> None:
+    console = _console()
+    done = {"code": "compiled", "weights": "found; new initial weights written for", "nothing": "found, nothing changed:"}
+    ranks = f"{order.config.plan_ngpus} rank{'s' if order.config.plan_ngpus > 1 else ''}"
+    manifest, directory = generated.manifest, generated.directory
+    console.print(Text(f"{done[generated.made]} {manifest.class_name} ({manifest.policy}, {ranks})", "bold"))
+    console.print(str(generated.report))
+    console.print(f"files: {directory}", soft_wrap=True)
+    num_notes = len(read_plan(directory).notes)
+    if num_notes:
+        operators = "operator" if num_notes == 1 else "operators"
+        console.print(f"{num_notes} {operators} could not be split: shardwright inspect {directory}", soft_wrap=True)
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    manifest, plan = Manifest.read(options.directory), read_plan(options.directory)
+    show_directory(_console(), options.directory, manifest, plan, every_layer=options.every_layer)
+
+
+def _accept(options: argparse.Namespace) -> None:
+    changed = accept(options.directory)
+    _console().print(f"accepted {', '.join(changed)}" if changed else "nothing to accept: no file was edited", soft_wrap=True)
+
+
+_COMMANDS: Mapping[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None], str]] = {
+    "compile": (
+        _add_compile,
+        _compile,
+        """Compile a module offline: no GPU, no torchrun, no process group.
+
+    shardwright compile my_models:make_gpt --policy tp --plan-ngpus 4
+    shardwright compile my_models:Gpt --args my_models:EXAMPLE --policy data --plan-ngpus 2 --runtime-ngpus 4
+    shardwright compile my_models:make_gpt --policy tp --plan-ngpus 4 --set outputs=loss --set seed=3 --dump passes/
+
+The same parallelize(...) call under torchrun then finds the files and loads them.""",
+    ),
+    "inspect": (
+        _add_inspect,
+        _inspect,
+        """Show the plan of a compiled module, and where it replicates.
+
+How every tensor lies, what every operator does, where the split fell back to replication and why.""",
+    ),
+    "accept": (
+        _add_directory,
+        _accept,
+        """Accept edits of generated code.
+
+A file that was edited is not loaded, as nobody may have meant it. This makes the files as they are now the ones to load.""",
+    ),
+}
+"""Name to what adds its arguments, what runs it, and its help."""
+
+
+def _console() -> Console:
+    # Layouts are full of brackets: no markup.
+    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+
+
+def _print_error(text: str) -> None:
+    console = Console(stderr=True, markup=False, highlight=False)
+    what, *rest = text.splitlines()
+    console.print(Text(f"error: {what}", "bold red"), soft_wrap=True)
+    for line in rest:
+        console.print(line, soft_wrap=True)

@@ -10,11 +10,10 @@ from typing import Any
 
 import sympy
 import torch
-from torch.utils._sympy.printers import PythonPrinter
 
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.op import Arg, IROp, RankDevice, WhenTraining
-from shardwright.compiler.ir.size import Size
+from shardwright.compiler.ir.size import Size, to_python
 from shardwright.compiler.ir.value import IRValue
 
 _SHORT_DTYPES = {
@@ -74,7 +73,7 @@ def print_value(value: IRValue) -> str:
 
 def print_size(size: Size | sympy.Basic) -> str:
     """A size as Python source over the names of dynamic dims."""
-    return str(PythonPrinter().doprint(size)) if isinstance(size, sympy.Basic) else str(size)
+    return to_python(size) if isinstance(size, sympy.Basic) else str(size)
 
 
 def print_dtype(dtype: torch.dtype) -> str:

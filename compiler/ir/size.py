@@ -78,18 +78,42 @@ def to_python(size: Size) -> str:
         return f"{size.args[1]}.{method}({to_python(simplify(size.args[0]))})"
     if size.is_Integer or size.is_Symbol:
         return str(size)
+    kind = type(size).__name__
+    if size.is_Float:
+        return repr(float(size))
     parts = [to_python(simplify(part)) for part in size.args]
     if size.is_Add:
         return " + ".join(sorted(parts, key=lambda text: (text.lstrip("-").isdigit(), text))).replace("+ -", "- ")
+    if size.is_Relational:
+        return f"{parts[0]} {size.rel_op} {parts[1]}"
+    parts = [text if _is_atom(part) else f"({text})" for text, part in zip(parts, size.args, strict=True)]
     if size.is_Mul:
-        parts = [f"({text})" if part.is_Add else text for text, part in zip(parts, size.args, strict=True)]
         return " * ".join(sorted(parts, key=lambda text: (not text.isdigit(), text))).replace("-1 * ", "-")
-    if type(size).__name__ in ("FloorDiv", "CleanDiv"):
-        return f"({parts[0]}) // ({parts[1]})"
-    if type(size).__name__ in ("Mod", "PythonMod"):
-        return f"({parts[0]}) % ({parts[1]})"
     if size.is_Pow and size.args[1].is_Integer and size.args[1] > 0:
-        return " * ".join([f"({parts[0]})"] * int(size.args[1]))
-    if type(size).__name__ in ("Max", "Min"):
-        return f"{type(size).__name__.lower()}({', '.join(sorted(parts))})"
-    raise NotImplementedError(f"size expression {size} of type {type(size).__name__}")
+        return " * ".join([parts[0]] * int(size.args[1]))
+    if kind in _INFIX:
+        return f" {_INFIX[kind]} ".join(parts)
+    if kind in _CALLS:
+        return f"{_CALLS[kind]}({', '.join(sorted(map(to_python, size.args)))})"
+    raise NotImplementedError(f"size expression {size} of type {kind}")
+
+
+_INFIX = {
+    "And": "and",
+    "CleanDiv": "//",
+    "FloatPow": "**",
+    "FloatTrueDiv": "/",
+    "FloorDiv": "//",
+    "IntTrueDiv": "/",
+    "Mod": "%",
+    "Or": "or",
+    "PowByNatural": "**",
+    "PythonMod": "%",
+}
+_CALLS = {"Max": "max", "Min": "min", "ToFloat": "float", "Not": "not ", "OpaqueUnaryFn_sqrt": "math.sqrt"}
+
+
+def _is_atom(size: sympy.Basic) -> bool:
+    """Whether the source of ``size`` binds tightly: a name, a number or a call."""
+    number = size.is_Number and not size.is_negative
+    return bool(number or size.is_Symbol or isinstance(size, LocalSize | Offset) or type(size).__name__ in _CALLS)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import sympy
 import torch
 import torch.nn.functional as F
-from torch.utils._sympy.printers import PythonPrinter
 
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.op import IROp, RankDevice, WhenTraining, map_leaves
+from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
 from shardwright.compiler.trace.callables import resolve
@@ -96,7 +97,7 @@ class _Run:
             return torch.device("cpu")
         if isinstance(leaf, sympy.Basic):
             numbers = {symbol.name: size for symbol, size in self.sizes.items()}
-            return eval(PythonPrinter().doprint(leaf), {"math": __import__("math")}, numbers)
+            return eval(to_python(leaf), {"math": math}, numbers)
         return leaf
 
     def _tree(self, tree: Tree) -> Any:

@@ -1,0 +1,104 @@
+"""Sizes that stay symbolic, and what happens to models that fix them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from tracing import same_as_eager, traced
+
+from shardwright.compiler.ir.printer import print_graph
+from shardwright.compiler.trace import trace
+from shardwright.runtime.errors import TraceError
+
+X = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+ROWS = {"x": {0: "rows"}}
+
+
+class Computes(nn.Module):
+    """Uses sizes in views, factories, slices and arithmetic."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, width = x.shape
+        y = x.reshape(rows * 2, width // 2) * torch.ones(rows * 2, 1, dtype=x.dtype)
+        position = torch.arange(rows, dtype=x.dtype) / rows
+        scaled = y.view(-1, width) * position[:, None] / rows**0.5
+        half = scaled[: rows // 2].sum(0) + scaled[rows - 1 :].sum(0)
+        return torch.cat((scaled, half.expand(rows + 1, width)))
+
+
+def test_sizes_become_expressions() -> None:
+    module = Computes()
+    graph = traced(module, {"x": X}, dynamic_dims=ROWS)
+    assert [str(size) for size in graph.outputs[0].shape] == ["2*rows + 1", "6"]
+    for rows in (2, 5, 9):
+        same_as_eager(graph, module, {"x": X.repeat(3, 1)[:rows]})
+    assert "[2 * rows, 3]'" in print_graph(graph)
+    assert [(d.input, d.dim, d.symbol) for d in graph.dynamic_dims] == [("x", 0, "rows")]
+
+
+def test_one_name_is_one_size() -> None:
+    class Adds(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x + y
+
+    graph = traced(Adds(), {"x": X, "y": X}, dynamic_dims={"x": {0: "n"}, "y": {0: "n"}})
+    assert graph.conditions == ()
+    with pytest.raises(TraceError) as caught:
+        trace(Adds(), {"x": X, "y": X}, dynamic_dims={"x": {0: "n"}, "y": {0: "m"}})
+    text = str(caught.value)
+    assert text.startswith("the model fixes the dynamic dim ") and "in terms of another one: " in text and "test_dynamic.py:" in text
+    with pytest.raises(TraceError, match="dynamic dim 'n' has two sizes in the dummy arguments\n  where: dim 0 of y\n  why:   3 here, 4 before"):
+        trace(Adds(), {"x": X, "y": X[:3]}, dynamic_dims={"x": {0: "n"}, "y": {0: "n"}})
+
+
+def test_negative_dims_count_from_the_end() -> None:
+    graph = trace(Computes(), {"x": X}, dynamic_dims={"x": {-2: "rows"}})
+    assert graph.dynamic_dims[0].dim == 0
+
+
+class FixesByInt(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        total = 0.0
+        for row in range(int(x.shape[0])):  # the line of the error
+            total = total + x[row] * row
+        return total
+
+
+class FixesByAddition(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+@pytest.mark.parametrize("module", [FixesByInt(), FixesByAddition()], ids=lambda module: type(module).__name__)
+def test_a_fixed_dim_is_refused(module: nn.Module) -> None:
+    with pytest.raises(TraceError) as caught:
+        trace(module, {"x": X}, dynamic_dims=ROWS)
+    first, where, why, hint = str(caught.value).split("\n")
+    assert first == "the model fixes the dynamic dim 'rows' to 4"
+    assert "test_dynamic.py:" in where
+    assert why == "  why:   this line needs the size as a number, or compares it with a fixed one"
+    assert hint == "  try:   compute with x.shape[...] instead, or leave 'rows' out of dynamic_dims"
+
+
+def test_branches_on_sizes_become_conditions() -> None:
+    class Branches(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if x.shape[0] > 3 else x
+
+    graph = trace(Branches(), {"x": X}, dynamic_dims=ROWS)
+    assert [str(condition) for condition in graph.conditions] == ["rows > 3"]
+    assert "  where rows > 3\n" in print_graph(graph)
+
+
+def test_wrong_declarations() -> None:
+    with pytest.raises(TraceError, match="dynamic_dims names an input that is not among the arguments: 'xx'\n  try:   did you mean 'x'?"):
+        trace(Computes(), {"x": X}, dynamic_dims={"xx": {0: "n"}})
+    with pytest.raises(TraceError, match="dynamic_dims names dim 2 of 'x', which has 2 dims"):
+        trace(Computes(), {"x": X}, dynamic_dims={"x": {2: "n"}})
+    with pytest.raises(TraceError, match="dynamic dim 'rows' has size 1 in the dummy arguments\n"):
+        trace(Computes(), {"x": X[:1]}, dynamic_dims=ROWS)

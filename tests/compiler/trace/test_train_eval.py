@@ -1,0 +1,135 @@
+"""``self.training`` in traced graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tracing import traced
+
+from shardwright.compiler.ir.op import WhenTraining
+from shardwright.compiler.trace import trace
+
+X = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def double(module: nn.Module) -> nn.Module:
+    return module.double()
+
+
+def test_one_trace_without_training() -> None:
+    graph = traced(double(nn.Sequential(nn.Linear(4, 3), nn.Tanh())), {"input": X})
+    assert graph.eval_graph is None
+    assert not any(isinstance(arg, WhenTraining) for op in graph.ops for _, arg in op.args)
+
+
+def test_dropout_becomes_a_run_time_flag() -> None:
+    graph = traced(double(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Linear(3, 2))), {"input": X})
+    dropout = next(op for op in graph.ops if "dropout" in op.target)
+    assert WhenTraining(True, False) in [arg for _, arg in dropout.args]
+    assert graph.eval_graph is None
+
+
+def test_the_residual_around_dropout() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.drop(x)
+            return x + h * 2
+
+    assert traced(Residual(), {"x": X}).eval_graph is None
+
+
+def test_batch_norm_counts_batches_in_training_only() -> None:
+    graph = traced(double(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU(inplace=True))), {"input": X})
+    assert graph.eval_graph is None
+    norm = next(op for op in graph.ops if op.target == "batch_norm")
+    assert [value.fqn for value in norm.operands[1:3]] == ["1.running_mean", "1.running_var"]
+    assert norm.arg("training") == WhenTraining(True, False)
+    (before, after), = graph.buffer_updates
+    assert before.fqn == "1.num_batches_tracked"
+    assert next(op for op in graph.ops if after in op.results).only_in == "train"
+
+
+def test_batch_norm_twice_in_one_forward() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.norm(x) * 2)
+
+    assert traced(Twice(), {"x": X}).eval_graph is None
+
+
+class TwoBodies(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4).double()
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return self.inner(x - self.mean) * torch.tensor([1.0, 2, 3, 4], dtype=torch.float64)
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        return F.relu(self.inner(x)) + torch.tensor([4.0, 3, 2, 1], dtype=torch.float64)
+
+
+def test_another_structure_gives_two_bodies() -> None:
+    graph = traced(TwoBodies(), {"x": X})
+    assert graph.eval_graph is not None
+    assert {v.name for v in graph.eval_graph.parameters} == {v.name for v in graph.parameters}
+    assert [v.name for v, _ in graph.constants] == ["const_0"] and [v.name for v, _ in graph.eval_graph.constants] == ["const_0_eval"]
+    assert graph.buffer_updates and not graph.eval_graph.buffer_updates
+
+
+def test_a_buffer_updated_in_training_only() -> None:
+    class Average(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            if self.training:
+                self.mean = self.mean * 0.9 + y.detach().mean(0) * 0.1
+            return y.sin()
+
+    graph = traced(Average(), {"x": X})
+    assert graph.eval_graph is None
+    assert [op.only_in for op in graph.ops] == [None, "train", "train", "train", "train", "train", None]
+
+
+class KeepsNormFrozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4).double()
+        self.drop = nn.Dropout(0.5)
+
+    def train(self, mode: bool = True) -> KeepsNormFrozen:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.norm(x))
+
+
+@pytest.mark.filterwarnings("ignore:the module is in")
+def test_an_overridden_train_is_respected() -> None:
+    graph = traced(KeepsNormFrozen(), {"x": X})
+    assert graph.buffer_updates == () and graph.eval_graph is None
+
+
+def test_mixed_modes_are_reported() -> None:
+    module = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Dropout(0.1))
+    module[1].eval()
+    with pytest.warns(UserWarning, match="the module is in training mode but these submodules are in eval mode: 1; the compiled"):
+        trace(module, {"input": X.float()})
+    assert [m.training for m in module] == [True, False, True]

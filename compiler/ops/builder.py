@@ -79,6 +79,11 @@ def annotation_text(factors: tuple[Factor, ...], operands: tuple[TensorRefs, ...
     return f"{', '.join(map(tensor_text, operands))} -> {', '.join(map(tensor_text, results))}"
 
 
+def broadcast(shape: Sequence[Size], result: TensorRefs) -> TensorRefs:
+    """The dims of an operand that is broadcast to ``result``: none where its size is 1."""
+    return tuple(() if size == 1 else refs for size, refs in zip(shape, result[len(result) - len(shape) :], strict=True))
+
+
 def whole_rule(op: IROp, *joint: tuple[str, ...]) -> OpRule:
     """A rule that splits nothing; ``joint`` as in :func:`linear_sets`."""
     build = RuleBuilder()

@@ -127,7 +127,7 @@ class OpDef:
             if text is None:
                 in_order = False
             elif parameter.star:
-                words += list(text)
+                words += list(text) or ["()"]
             elif in_order and not parameter.keyword_only and parameter.name not in by_keyword:
                 words.append(str(text))
             else:

@@ -2,9 +2,12 @@
 
 from shardwright.compiler.ops.tables import (
     attention,
+    cast,
     conv,
+    create,
     dropout,
     embedding,
+    indexing,
     loss,
     matmul,
     norm,
@@ -12,13 +15,17 @@ from shardwright.compiler.ops.tables import (
     pooling,
     recurrent,
     reduction,
+    shape,
 )
 
 __all__ = [
     "attention",
+    "cast",
     "conv",
+    "create",
     "dropout",
     "embedding",
+    "indexing",
     "loss",
     "matmul",
     "norm",
@@ -26,4 +33,5 @@ __all__ = [
     "pooling",
     "recurrent",
     "reduction",
+    "shape",
 ]

@@ -10,10 +10,10 @@ import torch
 
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.aliases import callables, functions, getter, rewriting, swapped, through, without
-from shardwright.compiler.ops.builder import RuleBuilder, linear_sets
+from shardwright.compiler.ops.builder import RuleBuilder, broadcast, linear_sets
 from shardwright.compiler.ops.opdef import RuleMaker
 from shardwright.compiler.ops.registry import define
-from shardwright.compiler.ops.rule import OpRule, TensorRefs
+from shardwright.compiler.ops.rule import OpRule
 
 
 def pointwise(*joint: tuple[str, ...]) -> RuleMaker:
@@ -26,11 +26,6 @@ def pointwise(*joint: tuple[str, ...]) -> RuleMaker:
         return build.rule(operands, [result] * len(op.results), linear=linear_sets(op, *joint))
 
     return rule
-
-
-def broadcast(shape: tuple[object, ...], result: TensorRefs) -> TensorRefs:
-    """The dims of an operand that is broadcast to ``result``: none where its size is 1."""
-    return tuple(() if size == 1 else refs for size, refs in zip(shape, result[len(result) - len(shape) :], strict=True))
 
 
 NONLINEAR = pointwise()
@@ -151,7 +146,7 @@ def _activation(name: str, signature: str, *others: str) -> None:
 
 _activation("celu", "input, alpha=1.0")
 _activation("elu", "input, alpha=1.0")
-_activation("gelu", "input, approximate='none'")
+_activation("gelu", "input, *, approximate='none'")
 _activation("hardshrink", "input, lambd=0.5")
 _activation("hardsigmoid", "input")
 _activation("hardswish", "input")
@@ -236,6 +231,6 @@ define(
     "torch.where",
     pointwise(("input", "other")),
     torch.where,
-    (torch.Tensor.where, rewriting(lambda self, condition, other: dict(condition=condition, input=self, other=other))),
+    (torch.Tensor.where, rewriting(lambda self, condition, other: {"condition": condition, "input": self, "other": other})),
 )
 define("masked_fill", "input, mask, value", ".masked_fill", pointwise(("input", "value")), *callables("masked_fill"))

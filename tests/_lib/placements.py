@@ -66,7 +66,7 @@ def decode(pieces: list[Tensor], placement: Placement) -> Tensor:
     if placement == "P":
         return torch.stack(pieces).sum(0).to(pieces[0].dtype)
     for piece in pieces:
-        assert torch.equal(piece, pieces[0]), "copies differ"
+        torch.testing.assert_close(piece, pieces[0], rtol=0, atol=0, equal_nan=True, msg=lambda m: f"copies differ: {m}")
     return pieces[0]
 
 

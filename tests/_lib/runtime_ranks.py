@@ -64,3 +64,12 @@ def all_adapters(num_ranks: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]
         (grad,) = torch.autograd.grad(y, x, encode(gradient, transposed(target), num_ranks, generator)[axis.index])
         results[f"{source} -> {target}"] = y.detach(), grad
     return results
+
+
+def async_average() -> torch.Tensor:
+    """The average over both ranks, reduced while other work runs."""
+    world = current_world()
+    x = torch.full((1, 2), 1.0 + world.rank)
+    work = world.everyone.all_reduce_async(x, "avg")
+    work.wait()
+    return x

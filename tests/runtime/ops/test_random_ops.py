@@ -1,0 +1,283 @@
+"""Random operators: which ranks draw the same numbers, which do not, and that the numbers have the right distribution."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from op_ranks import on_mesh
+
+from shardwright.runtime import ops
+from shardwright.runtime.errors import InputError
+from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.ops.random import RngState
+
+MESH = Mesh((("dp", 2), ("tp", 3)))
+LAYOUT = "[5/dp, 2, 4/tp * 3]"
+MODES = pytest.mark.parametrize("mode", ["fast", "plan_independent"])
+
+
+@pytest.fixture(autouse=True)
+def _the_global_generator_is_untouched():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    yield
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def draws(op, mode, layout=LAYOUT, seed=1, **keywords):
+    """What every rank of MESH draws, by coordinates."""
+
+    def on_rank(ranks):
+        rng = RngState(seed, mode, MESH, ranks.coords, ranks.unit)
+        return op(Layout.parse(layout).local_shape(MESH, ranks.coords), rng=rng, draw="op", layout=layout, **keywords)
+
+    return {tuple(MESH.coords(rank).values()): x for rank, x in enumerate(on_mesh(MESH, on_rank))}
+
+
+def mask(shape, **keywords):
+    return ops.dropout(torch.ones(shape), 0.5, True, **keywords)
+
+
+def assemble(pieces, layout=LAYOUT):
+    parsed = Layout.parse(layout)
+    whole = torch.full(parsed.shape, math.nan)
+    for rank in range(MESH.size):
+        coords = MESH.coords(rank)
+        index = [torch.tensor([i for run in parsed.runs(dim, MESH, coords) for i in range(*run)]) for dim in range(whole.ndim)]
+        if all(i.numel() for i in index):
+            whole[torch.meshgrid(*index, indexing="ij")] = pieces[tuple(coords.values())]
+    return whole
+
+
+def test_plan_independent_draws_are_those_of_one_rank():
+    alone = mask((5, 2, 12), rng=RngState(1, "plan_independent"), draw="op", layout="[5, 2, 12]")
+    for layout in (LAYOUT, "[5, 2/dp, 12/tp]", "[5/dp/tp, 2, 12]", "[5, 2, 3+9/tp]", "[5/dp, 2, 12]"):
+        assert torch.equal(assemble(draws(mask, "plan_independent", layout), layout), alone), layout
+
+
+@MODES
+def test_copies_draw_the_same(mode):
+    pieces = draws(mask, mode, "[5, 2, 4/tp * 3]")
+    for tp in range(3):
+        assert torch.equal(pieces[0, tp], pieces[1, tp])
+
+
+def test_fast_pieces_draw_differently():
+    pieces = draws(mask, "fast", "[6/dp, 8, 6/tp * 3]")
+    values = list(pieces.values())
+    assert all(not torch.equal(a, b) for i, a in enumerate(values) for b in values[:i])
+
+
+@MODES
+def test_every_draw_step_microbatch_unit_and_seed_differs_and_repeats(mode):
+    x, keywords = torch.ones(8, 8), {"layout": "[8, 8]"}
+    rng = RngState(1, mode)
+    first = ops.dropout(x, rng=rng, draw="a", **keywords)
+    assert torch.equal(ops.dropout(x, rng=rng, draw="a", **keywords), first)
+    others = [ops.dropout(x, rng=rng, draw="b", **keywords)]
+    moment = rng.moment
+    rng.next_microbatch()
+    others.append(ops.dropout(x, rng=rng, draw="a", **keywords))
+    with rng.at(moment):  # recomputation
+        assert torch.equal(ops.dropout(x, rng=rng, draw="a", **keywords), first)
+    rng.next_step()
+    assert rng.moment == (1, 0)
+    others.append(ops.dropout(x, rng=rng, draw="a", **keywords))
+    others.append(ops.dropout(x, rng=RngState(2, mode), draw="a", **keywords))
+    others.append(ops.dropout(x, rng=RngState(1, mode, unit=1), draw="a", **keywords))
+    assert all(not torch.equal(a, b) for i, a in enumerate([first, *others]) for b in others[:i] if a is not b)
+
+
+def test_state_is_saved_as_json():
+    rng = RngState(7, "fast", MESH, {"dp": 1, "tp": 2}, unit=3)
+    rng.next_step()
+    rng.next_microbatch()
+    loaded = RngState(0, "fast", MESH, {"dp": 0, "tp": 1})
+    loaded.load_json(rng.to_json())
+    assert rng.to_json() == loaded.to_json() == {"seed": 7, "step": 1, "microbatch": 1}
+    assert loaded.coords == {"dp": 0, "tp": 1}
+
+
+def test_named_sizes():
+    by_name = draws(mask, "fast", "[5/dp, 2, 4/tp * 3]")
+
+    def on_rank(ranks):
+        rng = RngState(1, "fast", MESH, ranks.coords)
+        x = torch.ones(by_name[tuple(ranks.coords.values())].shape)
+        return mask(x.shape, rng=rng, draw="op", layout="[batch/dp, seq, heads/tp * 3]", sizes=sizes)
+
+    sizes = (("batch", 5), ("seq", 2), ("heads", 4))
+    assert all(torch.equal(a, b) for a, b in zip(on_mesh(MESH, on_rank), by_name.values(), strict=True))
+
+
+def one(shape, **more):
+    return {"rng": RngState(0), "draw": "op", "layout": str(Layout.whole(tuple(shape))), **more}
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("name", ["dropout", "alpha_dropout"])
+def test_dropout_values_and_gradients(name, p):
+    x = torch.randn(200, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    y = getattr(ops, name)(x, p, True, **one(x.shape))
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    if p == 0:
+        assert y is x
+    elif p == 1:
+        assert not y.any() and not grad.any()
+    elif name == "dropout":
+        kept = y != 0
+        torch.testing.assert_close(y[kept], x[kept] / 0.7)
+        torch.testing.assert_close(grad, kept.double() / 0.7)
+        assert abs(kept.double().mean() - 0.7) < 0.02
+    else:  # mean and variance survive
+        assert abs(y.mean()) < 0.03 and abs(y.var() - 1) < 0.05
+        assert abs((grad == 0).double().mean() - 0.3) < 0.02
+    assert getattr(ops, name)(x, p, False, **one(x.shape)) is x
+
+
+def test_channelwise_dropout_drops_channels():
+    x = torch.ones(6, 50, 4, 3)
+    for op in (ops.dropout2d, ops.dropout3d, ops.dropout1d, ops.feature_alpha_dropout):
+        y = op(x, 0.5, True, **one((6, 50, 1, 1)))
+        assert torch.equal(y, y[:, :, :1, :1].expand_as(y)) and y[:, :, 0, 0].unique().numel() == 2
+
+
+def test_dropout_probability_is_checked():
+    with pytest.raises(InputError, match=r"a dropout probability lies between 0 and 1\n  why:   it is 1\.5"):
+        ops.dropout(torch.ones(2), 1.5, **one((2,)))
+
+
+N = 20_000
+
+
+def test_distributions():
+    kw = one((N,))
+    x = torch.zeros(N, dtype=torch.float64)
+    for sample, mean, std in [
+        (ops.rand(N, dtype=torch.float64, **kw), 0.5, 12**-0.5),
+        (ops.randn(N, **kw), 0, 1),
+        (ops.rand_like(x, **kw), 0.5, 12**-0.5),
+        (ops.randn_like(x, torch.float32, **kw), 0, 1),
+        (ops.randint(2, 5, (N,), **kw), 3, (2 / 3) ** 0.5),
+        (ops.randint_like(x, 2, 5, **kw), 3, (2 / 3) ** 0.5),
+        (ops.bernoulli(x + 0.3, **kw), 0.3, 0.21**0.5),
+        (ops.bernoulli(x, 0.3, **kw), 0.3, 0.21**0.5),
+        (ops.normal(x + 2, 3.0, **kw), 2, 3),
+        (ops.normal(2.0, 3.0, (N,), **kw), 2, 3),
+        (ops.normal_like(x, 2.0, 3.0, **kw), 2, 3),
+        (ops.uniform_like(x, 2.0, 5.0, **kw), 3.5, 3 * 12**-0.5),
+        (ops.exponential_like(x, 4.0, **kw), 0.25, 0.25),
+    ]:
+        assert sample.shape == (N,)
+        assert abs(sample.double().mean() - mean) < 0.03 * (std + 0.1), (mean, std)
+        assert abs(sample.double().std() - std) < 0.03 * std
+    assert ops.randint(0, 9, (N,), **kw).dtype == torch.int64 and ops.randint_like(x, 0, 9, **kw).dtype == x.dtype
+    assert (
+        ops.randn_like(x, torch.float32, **kw).dtype == torch.float32 and ops.rand(N, **kw).dtype == torch.get_default_dtype()
+    )
+
+
+def test_normal_is_differentiable():
+    mean, std = torch.zeros(5, requires_grad=True), torch.ones(5, requires_grad=True)
+    sample = ops.normal(mean, std, **one((5,)))
+    grads = torch.autograd.grad(sample.sum(), [mean, std])
+    assert torch.equal(grads[0], torch.ones(5)) and torch.equal(grads[1], sample.detach())
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_multinomial(replacement):
+    weights = torch.tensor([0.0, 1.0, 3.0, 0.0, 4.0, 0.0]).expand(N // 10, 6)
+    drawn = ops.multinomial(weights, 3, replacement, **one((N // 10, 3)))
+    assert drawn.shape == (N // 10, 3) and drawn.dtype == torch.int64
+    if replacement:
+        share = drawn.flatten().bincount(minlength=6) / drawn.numel()
+        torch.testing.assert_close(share, weights[0] / 8, atol=0.02, rtol=0)
+    else:
+        assert torch.equal(drawn.sort(-1).values, torch.tensor([1, 2, 4]).expand_as(drawn))
+        first = drawn[:, 0].bincount(minlength=6) / len(drawn)
+        torch.testing.assert_close(first, weights[0] / 8, atol=0.04, rtol=0)
+
+
+def test_randperm():
+    perm = ops.randperm(50, **one((50,)))
+    assert torch.equal(perm.sort().values, torch.arange(50)) and not torch.equal(perm, torch.arange(50))
+
+
+def test_gumbel_softmax():
+    logits = torch.tensor([0.0, math.log(3.0)], dtype=torch.float64).repeat(N, 1).requires_grad_()
+    hard = ops.gumbel_softmax(logits, 0.5, True, **one(logits.shape))
+    assert abs(hard.detach()[:, 1].mean() - 0.75) < 0.02 and torch.equal(
+        hard.detach().round().unique(), torch.tensor([0.0, 1.0]).double()
+    )
+    soft = ops.gumbel_softmax(logits, 0.5, **one(logits.shape))
+    torch.testing.assert_close(soft.sum(-1), torch.ones(N, dtype=torch.float64))
+    (by_hard,) = torch.autograd.grad(hard[:, 0].sum(), logits)
+    (by_soft,) = torch.autograd.grad(soft[:, 0].sum(), logits)
+    torch.testing.assert_close(by_hard, by_soft)
+
+
+def test_rrelu():
+    x = torch.linspace(-1, 1, N, dtype=torch.float64).requires_grad_()
+    y = ops.rrelu(x, 0.1, 0.3, True, **one((N,)))
+    slope = (y / x).detach()
+    assert torch.equal(slope[x > 0], torch.ones(N // 2).double())
+    assert slope[x < 0].min() >= 0.1 and slope[x < 0].max() <= 0.3 and abs(slope[x < 0].mean() - 0.2) < 0.01
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], slope)
+    torch.testing.assert_close(ops.rrelu(x, 0.1, 0.3, False, **one((N,))), F.rrelu(x, 0.1, 0.3, False))
+
+
+QKV_MASKS = {
+    "none": {},
+    "causal": {"is_causal": True},
+    "bool": {"attn_mask": torch.ones(5, 7).tril(1).bool()},
+    "empty row": {"attn_mask": torch.ones(5, 7).tril(-1).bool()},
+    "float": {"attn_mask": torch.linspace(-2, 2, 35, dtype=torch.float64).view(5, 7)},
+    "scale": {"scale": 0.3},
+    "grouped": {"enable_gqa": True},
+}
+
+
+@pytest.mark.parametrize("case", QKV_MASKS)
+def test_attention(case, monkeypatch):
+    """With a mask that drops nothing it is torch's attention; with one that drops, weights are dropped before the product."""
+    generator = torch.Generator().manual_seed(0)
+    heads = 2 if case == "grouped" else 4
+    shapes = [(2, 4, 5, 3), (2, heads, 7, 3), (2, heads, 7, 6)]
+    q, k, v = (torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in shapes)
+    keywords = {"rng": RngState(0), "draw": "a", "layout": "[2, 4, 5, 7]", **QKV_MASKS[case]}
+    expected = F.scaled_dot_product_attention(q, k, v, **QKV_MASKS[case])
+    torch.testing.assert_close(ops.scaled_dot_product_attention(q, k, v, **keywords), expected)
+    gradient = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
+
+    # The probability is too small to drop one of 280 weights, but the written-out form runs.
+    tiny = ops.scaled_dot_product_attention(q, k, v, dropout_p=1e-15, **keywords)
+    torch.testing.assert_close(tiny, expected, rtol=1e-12, atol=1e-12)
+    for a, b in zip(*(torch.autograd.grad(y, (q, k, v), gradient) for y in (tiny, expected)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+    dropped = ops.scaled_dot_product_attention(q, k, v, dropout_p=0.5, **keywords)
+    kept = mask((2, 4, 5, 7), rng=RngState(0), draw="a", layout="[2, 4, 5, 7]").double()
+    ones = torch.eye(7, dtype=torch.float64).expand(2, heads, 7, 7)
+    weights = F.scaled_dot_product_attention(q, k, ones, **QKV_MASKS[case])
+    values = v.repeat_interleave(4 // heads, 1)
+    torch.testing.assert_close(dropped, (weights * kept) @ values, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "rnn_tanh", "rnn_relu"])
+def test_recurrent(name):
+    kinds = {"lstm": (torch.nn.LSTM, {}), "gru": (torch.nn.GRU, {})}
+    kind, options = kinds.get(name, (torch.nn.RNN, {"nonlinearity": name.removeprefix("rnn_")}))
+    with torch.random.fork_rng([]):
+        net = kind(3, 16, 2, dropout=0.5, **options).double()
+    x, h = torch.ones(6, 2, 3, dtype=torch.float64), torch.zeros(2, 2, 16, dtype=torch.float64)
+    hx = (h, h) if name == "lstm" else h
+
+    def run(train, rng=None, draw="net"):
+        arguments = (x, hx, net._flat_weights, True, 2, 0.5, train, False, False)
+        return getattr(ops, name)(*arguments, rng=rng or RngState(0), draw=draw)[0]
+
+    net.eval()
+    torch.testing.assert_close(run(False), net(x)[0])
+    assert torch.equal(run(True), run(True))
+    assert not torch.equal(run(True), run(True, draw="other")) and not torch.equal(run(True), run(False))

@@ -116,7 +116,7 @@ def _options(op: IROp, graph: IRGraph, dims: ModelDims, axis_size: int) -> Itera
         index = dims.factors.get((op.name, factor.name))
         if index is None or not dims.classes[index].parameters:
             continue
-        if not op.rule.splittable(factor.name):  # gathered in front of this operator, and its gradient scattered
+        if not op.rule.splittable(factor.name, axis_size):  # gathered in front of this operator, and its gradient scattered
             touched = [
                 v.name
                 for v, refs in zip(op.operands, op.rule.operands, strict=True)

@@ -11,38 +11,43 @@ from shardwright.policies.labels import label
 
 def split_dims(builder: PlanBuilder, axis: str, classes: set[int]) -> None:
     """Add the strategies of every operator along ``axis`` to the builder, the evaluation body included."""
+    num_pieces = builder.mesh.axis_size(axis)
     for graph in (builder.graph, builder.graph.eval_graph):
         if graph is None:
             continue
-        splits = {op.name: f"split:{factor}" for op in graph.ops for factor in _factor(op, graph, classes)}
+        splits = {}
         for op in graph.ops:
-            if op.name not in splits:
+            factor = _factor(op, graph, classes, num_pieces)
+            if factor is not None:
+                splits[op.name] = f"split:{factor}"
+            else:
                 _note_fallback(builder, op, graph, axis, classes)
-        assignment = label(graph, splits, builder.mesh.axis_size(axis)) | splits
-        for name, strategy in assignment.items():
+        for name, strategy in (label(graph, splits, num_pieces) | splits).items():
             if strategy != "R":
                 builder.strategy(name, axis, strategy)
 
 
-def _factor(op: IROp, graph: IRGraph, classes: set[int]) -> list[str]:
+def _factor(op: IROp, graph: IRGraph, classes: set[int], num_pieces: int) -> str | None:
     """The factor of the operator to split, if it has one of the classes: one that most of its tensors have."""
     assert op.rule is not None and graph.dims is not None
+    rule = op.rule
     found = [
-        f.name for f in op.rule.factors if graph.dims.factors.get((op.name, f.name)) in classes and op.rule.splittable(f.name)
+        factor.name
+        for factor in rule.factors
+        if graph.dims.factors.get((op.name, factor.name)) in classes and rule.splittable(factor.name, num_pieces)
     ]
-    tensors = (*op.rule.operands, *op.rule.results)
-    found.sort(
-        key=lambda name: (
-            -sum(has_factor(refs, name) for refs in op.rule.results),
-            -sum(has_factor(refs, name) for refs in tensors),
-        )
-    )  # type: ignore[union-attr]
-    return found[:1]
+
+    def spread(name: str) -> tuple[int, int]:
+        return sum(has_factor(refs, name) for refs in rule.results), sum(has_factor(refs, name) for refs in rule.operands)
+
+    return max(found, key=spread) if found else None
 
 
 def _note_fallback(builder: PlanBuilder, op: IROp, graph: IRGraph, axis: str, classes: set[int]) -> None:
     """Say where a split dim has to be gathered, and why."""
     assert op.rule is not None and graph.dims is not None
+    if not any(value.requires_grad for value in op.results):
+        return  # masks and positions: small, and made from whole values
     for factor in op.rule.factors:
         index = graph.dims.factors.get((op.name, factor.name))
         if index in classes:

@@ -135,7 +135,8 @@ class OpRule:
     ``grad_linear``: the backward is a derivative, so all-``G`` is allowed (not for an undeclared autograd Function).
     ``localise``: arguments that differ on a rank. ``parallel``: a runtime function for factors that need communication
     (or a global size) inside the operator. ``random``: draws random numbers.
-    ``updates``: operand positions changed in place (running statistics).
+    ``updates``: operand positions changed in place (running statistics). ``nonempty``: the function refuses empty tensors,
+    so no rank may be left without a piece.
     """
 
     annotation: str
@@ -149,11 +150,15 @@ class OpRule:
     parallel: ParallelForm | None = None
     random: bool = False
     updates: tuple[int, ...] = ()
+    nonempty: bool = False
     known: bool = True  # False: no rule was found, the operator is replicated
 
     def factor(self, name: str) -> Factor:
         return next(factor for factor in self.factors if factor.name == name)
 
-    def splittable(self, name: str) -> bool:
-        """Whether the factor may be split over a mesh axis at all."""
-        return self.factor(name).kind is not FactorKind.FROZEN or (self.parallel is not None and name in self.parallel.factors)
+    def splittable(self, name: str, num_pieces: int = 1) -> bool:
+        """Whether the factor may be split over mesh axes, ``num_pieces`` in all."""
+        factor = self.factor(name)
+        if self.nonempty and any(isinstance(size, int) and size < num_pieces for size in factor.segments):
+            return False
+        return factor.kind is not FactorKind.FROZEN or (self.parallel is not None and name in self.parallel.factors)

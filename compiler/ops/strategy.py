@@ -11,6 +11,7 @@ An operator has one strategy per mesh axis. Several axes may cut one factor, maj
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from shardwright.compiler.ops.rule import OpRule, TensorRefs
@@ -26,6 +27,13 @@ def strategies(rule: OpRule) -> list[Strategy]:
     found = ["R", "G"] if rule.grad_linear else ["R"]
     found += [f"split:{factor.name}" for factor in rule.factors if rule.splittable(factor.name)]
     return found + [f"linear:{i}" for i in range(len(rule.linear_sets))]
+
+
+def allowed(rule: OpRule, assignment: Assignment, mesh: Mesh) -> bool:
+    """Whether the operator may follow all strategies of an assignment together."""
+    known = strategies(rule)
+    sizes = {factor: math.prod(mesh.axis_size(axis) for axis in axes) for factor, axes in factor_axes(assignment, mesh).items()}
+    return all(s in known for s in assignment.values()) and all(rule.splittable(f, n) for f, n in sizes.items())
 
 
 def split_factor(strategy: Strategy) -> str | None:
@@ -45,7 +53,8 @@ def placements(rule: OpRule, strategy: Strategy) -> tuple[tuple[str, ...], tuple
     results = tuple("S" if has_factor(refs, factor) else "P" for refs in rule.results)
     summed = "P" in results
     operands = tuple(
-        "S" if has_factor(refs, factor) else "P" if summed and i in rule.additive else "G" for i, refs in enumerate(rule.operands)
+        "S" if has_factor(refs, factor) else "P" if summed and i in rule.additive else "G"
+        for i, refs in enumerate(rule.operands)
     )
     form = rule.parallel.factors.get(factor) if rule.parallel else None
     return (form and form.operands) or operands, (form and form.results) or results

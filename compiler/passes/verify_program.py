@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwright.compiler.ir.value import IRValue
-from shardwright.compiler.ops.strategy import layouts, strategies
+from shardwright.compiler.ops.strategy import allowed, layouts, strategies
 from shardwright.compiler.plan.conversion import AdapterStep, canonical
 from shardwright.compiler.plan.program import Adapt, Compute, Program
 from shardwright.runtime.errors import InternalError, PlanError
@@ -45,20 +45,19 @@ def check_strategies(program: Program) -> None:
         if op is None:
             continue
         assert op.rule is not None
-        allowed = strategies(op.rule)
-        for axis, strategy in assignment.items():
+        for axis in assignment:
             if axis not in program.plan.mesh.names:
                 raise PlanError(
                     f"operator {name} is given a strategy on axis {axis!r}, which the mesh does not have",
                     why=f"mesh {program.plan.mesh}",
                 )
-            if strategy not in allowed:
-                raise PlanError(
-                    f"operator {name} ({op.target}) has no strategy {strategy!r} on axis {axis!r}",
-                    where=f"{op.source} ({op.module_path})",
-                    why=f"its rule is {op.rule.annotation or op.rule.factors}",
-                    hint=f"one of {', '.join(allowed)}",
-                )
+        if not allowed(op.rule, assignment, program.plan.mesh):
+            raise PlanError(
+                f"operator {name} ({op.target}) cannot follow {dict(assignment)}",
+                where=f"{op.source} ({op.module_path})",
+                why=f"its rule is {op.rule.annotation or op.rule.factors}",
+                hint=f"strategies along one axis: {', '.join(strategies(op.rule))}",
+            )
 
 
 def verify_program(program: Program) -> None:
@@ -105,11 +104,11 @@ def _check_compute(instruction: Compute, now, mesh: Mesh) -> None:  # type: igno
 def _check_adapter(instruction: Adapt, held: Layout, mesh: Mesh) -> None:
     step: AdapterStep = instruction.step
     letters = step.before.placement(step.axis)[0], step.after.placement(step.axis)[0]
-    allowed = TABLE.get((step.kind, step.backward))
+    known = TABLE.get((step.kind, step.backward))
     differentiable = instruction.value.requires_grad
     # without a gradient R and G are one
     blur = str.maketrans("G", "R") if not differentiable else {}
-    if allowed is None or tuple(x.translate(blur) for x in allowed) != tuple(x.translate(blur) for x in letters):
+    if known is None or [x.translate(blur) for x in known] != [x.translate(blur) for x in letters]:
         raise InternalError(
             f"adapter {step.kind} (backward {step.backward}) goes from {letters[0]} to {letters[1]} on {step.axis}"
         )

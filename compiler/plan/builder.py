@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from shardwright.compiler.ir.dims import DimClass
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
-from shardwright.compiler.ops.strategy import strategies
+from shardwright.compiler.ops.strategy import allowed, strategies
 from shardwright.compiler.plan.plan import Note, Plan
 from shardwright.runtime.errors import PlanError, did_you_mean
 from shardwright.runtime.layout import Layout, Mesh
@@ -62,9 +62,10 @@ class PlanBuilder:
         found = self._op(op)
         self._check_axis(axis)
         assert found.rule is not None
-        if strategy not in strategies(found.rule):
+        assignment = {**self._strategies.get(found.name, {}), axis: strategy}
+        if not allowed(found.rule, assignment, self.mesh):
             raise PlanError(
-                f"operator {found.name} ({found.target}) has no strategy {strategy!r}",
+                f"operator {found.name} ({found.target}) has no strategy {strategy!r} over {self.mesh.axis_size(axis)} ranks",
                 where=f"{found.source} ({found.module_path})",
                 why=f"its rule is {found.rule.annotation}",
                 hint=f"one of {', '.join(strategies(found.rule))}",
@@ -100,8 +101,9 @@ class PlanBuilder:
             if where is not None and not where(op):
                 continue
             for factor in op.rule.factors:
-                if dims.factors.get((op.name, factor.name)) in indices and op.rule.splittable(factor.name):
-                    self._strategies.setdefault(op.name, {})[axis] = f"split:{factor.name}"
+                assignment = {**self._strategies.get(op.name, {}), axis: f"split:{factor.name}"}
+                if dims.factors.get((op.name, factor.name)) in indices and allowed(op.rule, assignment, self.mesh):
+                    self._strategies[op.name] = assignment
                     break
         return self
 

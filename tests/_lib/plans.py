@@ -17,7 +17,7 @@ from zoo import loss_of
 
 from shardwright.compiler.compile import Compiled, annotate, compile_graph, pass_manager
 from shardwright.compiler.ir.graph import IRGraph
-from shardwright.compiler.ops.strategy import strategies
+from shardwright.compiler.ops.strategy import allowed, strategies
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.trace.api import trace
@@ -100,8 +100,8 @@ def random_plan(graph: PlannableGraph, mesh: Mesh, rng: random.Random) -> Plan:
     assignments = {}
     for op in graph.ops:
         assert op.rule is not None
-        found = [s for s in strategies(op.rule) if s not in ("R", "G")] or strategies(op.rule)
-        every = strategies(op.rule)
+        every = [s for s in strategies(op.rule) if allowed(op.rule, dict.fromkeys(mesh.names, s), mesh)]
+        found = [s for s in every if s not in ("R", "G")] or every
         assignments[op.name] = {axis: rng.choice(found if rng.random() < 0.8 else every) for axis in mesh.names}
     stored = {}
     for value in graph.parameters:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -32,13 +33,14 @@ def _rule(op: IROp, text: str, groups: int, channels: int) -> OpRule:
         channel_dim = len(tensor) - (op.operands[1].ndim - 1)
         return {"groups": quotient(local.shape(tensor)[channel_dim], local.shape(rule.operands[1])[1])}
 
-    return parse_rule(
+    rule = parse_rule(
         text,
         op,
         additive=indices(op, "bias"),
         linear_sets=linear_sets(op, ("input", "bias"), ("weight", "bias")),
         localise=local_groups if groups > 1 else None,
     )
+    return replace(rule, nonempty=True)  # without channels torch computes the wrong shape, or refuses
 
 
 def _conv(op: IROp) -> OpRule:
@@ -135,7 +137,8 @@ define("fold", "input, output_size, kernel_size, dilation=1, padding=0, stride=1
 
 def _pixel_shuffle(op: IROp) -> OpRule:
     r = op.arg("upscale_factor")
-    return parse_rule(f"* (c i={r}^ j={r}^) y x -> * c (y i) (x j)", op, linear_sets=linear_sets(op, ("input",)))
+    rule = parse_rule(f"* (c i={r}^ j={r}^) y x -> * c (y i) (x j)", op, linear_sets=linear_sets(op, ("input",)))
+    return replace(rule, nonempty=True)  # the gradient of an empty result has the wrong shape
 
 
 def _pixel_unshuffle(op: IROp) -> OpRule:

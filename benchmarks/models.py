@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, logging
+
+logging.set_verbosity_error()  # random weights are meant
 
 
 def gpt2_on_meta(num_layers: int, num_heads: int = 16, head_size: int = 64) -> nn.Module:

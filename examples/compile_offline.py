@@ -48,8 +48,8 @@ def main() -> None:
     print(
         f"compiled {arguments.layers} layers for {arguments.plan_ngpus} ranks in {seconds:.1f} s, peak memory {peak_gb:.2f} GiB"
     )
-    for path in sorted(Path(arguments.savedir).rglob("gencode*.py"))[:3]:
-        print(f"  {path}")
+    files = sorted(Path(arguments.savedir).rglob("LlamaForCausalLM/*/gencode*.py"))
+    print(f"{len(files)} source files, the first is {files[0]}")
 
 
 if __name__ == "__main__":

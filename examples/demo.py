@@ -77,8 +77,8 @@ def run_ranks(folder: str) -> list[float]:
     return losses
 
 
-def excerpt(source: str, num_lines: int = 42) -> tuple[str, int]:
-    """The beginning of ``forward`` in a generated file, and the number of its first line."""
+def excerpt(source: str, num_lines: int = 75) -> tuple[str, int]:
+    """A generated file from ``forward`` on, and the number of the first line."""
     lines = source.splitlines()
     start = next(index for index, line in enumerate(lines) if line.lstrip().startswith("def forward"))
     return "\n".join(lines[start : start + num_lines]), start + 1

@@ -33,9 +33,7 @@ def make_model(name: str) -> torch.nn.Module:
             LlamaConfig(vocab_size=VOCAB_SIZE, num_key_value_heads=4, max_position_embeddings=SEQ_LENGTH, **sizes)
         )
     quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCAB_SIZE, n_positions=SEQ_LENGTH, n_embd=128, n_layer=4, n_head=4, **quiet)
-    )
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB_SIZE, n_positions=SEQ_LENGTH, n_embd=128, n_layer=4, n_head=4, **quiet))
 
 
 def train_alone(model: torch.nn.Module, num_steps: int) -> list[float]:

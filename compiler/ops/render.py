@@ -82,6 +82,10 @@ def argument_source(arg: Arg, name_of: NameOf, size_text: SizeText) -> str:
             return "self.rng"
         case AxisRef():
             return arg.name
+        case WhenTraining(train=True, eval=False):
+            return "self.training"
+        case WhenTraining(train=False, eval=True):
+            return "not self.training"
         case WhenTraining():
             return f"{text(arg.train)} if self.training else {text(arg.eval)}"
         case float() if not math.isfinite(arg):
@@ -132,7 +136,9 @@ def imports_of(op: IROp) -> set[str]:
     statements = set()
     opdef = registry.get(op.target)
     code = op.target if opdef is None else _code(opdef, op)
-    if _is_runtime_function(code):
+    if opdef is not None and opdef.imports is not None:
+        statements.update(opdef.imports)
+    elif _is_runtime_function(code):
         module, _, function = code.rpartition(".")
         statements.add(f"from {module} import {function}")
     elif opdef is None:

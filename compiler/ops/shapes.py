@@ -9,7 +9,7 @@ import sympy
 
 from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ir.size import Size, divides, is_static, product, quotient
-from shardwright.compiler.ops.builder import FROZEN, RuleBuilder
+from shardwright.compiler.ops.builder import FROZEN, RuleBuilder, linear_sets
 from shardwright.compiler.ops.index import read_index, slice_bounds
 from shardwright.compiler.ops.rule import DimRefs, FactorRef, LocalSizes, OpRule, TensorRefs
 
@@ -147,4 +147,4 @@ def segmented_slice_rule(op: IROp, segments: Sequence[Size], index: int) -> OpRu
         bounds = slice(None if index == 0 else start, None if last else start + sizes[index])
         return {"index": tuple(bounds if i.kind == "slice" else slice(None) if i.kind == "full" else i.arg for i in items)}
 
-    return build.rule([tuple(source)], [result], linear=(frozenset({0}),), localise=localise)
+    return build.rule([tuple(source)], [result], linear=linear_sets(op, ("input",)), localise=localise)

@@ -78,10 +78,10 @@ def _new(*, fill: bool = False) -> Normalise:
 
 def _bounds(*bounds: Any, **kwargs: Any) -> Kwargs:
     """``arange(end)``, ``arange(start, end)``, ``arange(start, end, step)``, also by name."""
-    named = {key: kwargs.pop(key) for key in ("start", "end", "step") if key in kwargs}
+    named: Kwargs = {key: kwargs.pop(key) for key in ("start", "end", "step") if key in kwargs}
     if named:
         names = ("end",) if len(bounds) == 1 and "end" not in named else ("start", "end", "step")
-        given: Kwargs = {**dict(zip(names, bounds, strict=False)), **named}
+        given = {**dict(zip(names, bounds, strict=False)), **named}
         bounds = (given.get("start", 0), given["end"], given.get("step", 1))
     return {"bounds": bounds, **_options(kwargs)}
 

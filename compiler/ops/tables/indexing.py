@@ -28,8 +28,6 @@ from shardwright.compiler.ops.opdef import RuleMaker
 from shardwright.compiler.ops.registry import define
 from shardwright.compiler.ops.rule import DimRefs, FactorKind, LocalSizes, OpRule, TensorRefs
 
-INPUT = (frozenset({0}),)  # linear in the input
-
 # ------------------------------------------------------------------------------------------------ brackets
 
 
@@ -40,7 +38,9 @@ def _getitem(op: IROp) -> OpRule:
         return whole_rule(op, ("input",))
     build = RuleBuilder()
     picked = pick(build, items, source.shape, op.results[0].shape)
-    return build.rule([picked.source, *picked.indices], [picked.result], linear=INPUT, localise=_open_slices)
+    return build.rule(
+        [picked.source, *picked.indices], [picked.result], linear=linear_sets(op, ("input",)), localise=_open_slices
+    )
 
 
 def _open_slices(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
@@ -70,7 +70,7 @@ def _index_select(op: IROp) -> OpRule:
     source = build.tensor(shape, frozen=(dim,))
     places = build.dim(op.results[0].shape[dim]) if shape else ()
     index = (places,) * op.operands[1].ndim
-    return build.rule([source, index], [_replaced(source, dim, places) if shape else ()], linear=INPUT)
+    return build.rule([source, index], [_replaced(source, dim, places) if shape else ()], linear=linear_sets(op, ("input",)))
 
 
 def _gather(op: IROp) -> OpRule:
@@ -81,7 +81,7 @@ def _gather(op: IROp) -> OpRule:
     frozen = {d for d in range(len(index)) if d != dim and index[d] != source[d]}
     places = build.tensor(index, frozen=frozen)
     operand = tuple(build.dim(source[d], FROZEN) if d == dim or d in frozen else refs for d, refs in enumerate(places))
-    return build.rule([operand, places], [places], linear=INPUT)
+    return build.rule([operand, places], [places], linear=linear_sets(op, ("input",)))
 
 
 def _take_along_dim(op: IROp) -> OpRule:
@@ -93,13 +93,13 @@ def _take_along_dim(op: IROp) -> OpRule:
     dim = dim_of(op, len(source))
     result = build.tensor(op.results[0].shape)
     operand = _replaced(broadcast((*source[:dim], 1, *source[dim + 1 :]), result), dim, build.dim(source[dim], FROZEN))
-    return build.rule([operand, broadcast(index, result)], [result], linear=INPUT)
+    return build.rule([operand, broadcast(index, result)], [result], linear=linear_sets(op, ("input",)))
 
 
 def _take(op: IROp) -> OpRule:
     build = RuleBuilder()
     places = build.tensor(op.results[0].shape)
-    return build.rule([build.whole(op.operands[0].shape), places], [places], linear=INPUT)
+    return build.rule([build.whole(op.operands[0].shape), places], [places], linear=linear_sets(op, ("input",)))
 
 
 def _narrow(op: IROp) -> OpRule:
@@ -108,9 +108,11 @@ def _narrow(op: IROp) -> OpRule:
     dim = dim_of(op, len(shape))
     if op.results[0].shape == shape:
         refs = build.tensor(shape)
-        return build.rule([refs], [refs], linear=INPUT, localise=_whole_length)
+        return build.rule([refs], [refs], linear=linear_sets(op, ("input",)), localise=_whole_length)
     source = build.tensor(shape, frozen=(dim,))
-    return build.rule([source], [_replaced(source, dim, build.dim(op.results[0].shape[dim], FROZEN))], linear=INPUT)
+    return build.rule(
+        [source], [_replaced(source, dim, build.dim(op.results[0].shape[dim], FROZEN))], linear=linear_sets(op, ("input",))
+    )
 
 
 def _whole_length(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
@@ -122,7 +124,7 @@ def _select(op: IROp) -> OpRule:
     shape = op.operands[0].shape
     dim = dim_of(op, len(shape))
     source = build.tensor(shape, frozen=(dim,))
-    return build.rule([source], [source[:dim] + source[dim + 1 :]], linear=INPUT)
+    return build.rule([source], [source[:dim] + source[dim + 1 :]], linear=linear_sets(op, ("input",)))
 
 
 def _lookup(op: IROp) -> OpRule:

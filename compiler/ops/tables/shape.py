@@ -20,8 +20,6 @@ from shardwright.compiler.ops.registry import define
 from shardwright.compiler.ops.rule import DimRefs, FactorRef, Localise, LocalSizes, OpRule, TensorRefs
 from shardwright.compiler.ops.shapes import factorise
 
-INPUT = (frozenset({0}),)  # linear in the input
-
 
 def _local_shape(name: str) -> Localise:
     """The argument is the shape of the result."""
@@ -35,7 +33,7 @@ def _view(localise: Localise | None = None) -> Callable[[IROp], OpRule]:
     def rule(op: IROp) -> OpRule:
         build = RuleBuilder()
         operand, result = factorise(build, op.operands[0].shape, op.results[0].shape)
-        return build.rule([operand], [result], linear=INPUT, localise=localise)
+        return build.rule([operand], [result], linear=linear_sets(op, ("input",)), localise=localise)
 
     return rule
 
@@ -68,14 +66,14 @@ def _squeeze(op: IROp) -> OpRule:
     build = RuleBuilder()
     refs = build.tensor(shape)
     kept = tuple(dim_refs for dim, dim_refs in enumerate(refs) if dim not in dropped)
-    return build.rule([refs], [kept], linear=INPUT, localise=localise)
+    return build.rule([refs], [kept], linear=linear_sets(op, ("input",)), localise=localise)
 
 
 def _unsqueeze(op: IROp) -> OpRule:
     build = RuleBuilder()
     refs = build.tensor(op.operands[0].shape)
     dim = dim_of(op, len(refs) + 1)
-    return build.rule([refs], [(*refs[:dim], (), *refs[dim:])], linear=INPUT)
+    return build.rule([refs], [(*refs[:dim], (), *refs[dim:])], linear=linear_sets(op, ("input",)))
 
 
 define("view", "input, *shape", ".view", _view_or_bitcast, *methods("view"), *through(
@@ -98,7 +96,7 @@ def _permutation(order_of: Callable[[IROp, int], Sequence[int]]) -> RuleMaker:
     def rule(op: IROp) -> OpRule:
         build = RuleBuilder()
         refs = build.tensor(op.operands[0].shape)
-        return build.rule([refs], [tuple(refs[dim] for dim in order_of(op, len(refs)))], linear=INPUT)
+        return build.rule([refs], [tuple(refs[dim] for dim in order_of(op, len(refs)))], linear=linear_sets(op, ("input",)))
 
     return rule
 
@@ -152,7 +150,9 @@ define(
 def _expand(op: IROp) -> OpRule:
     build = RuleBuilder()
     result = build.tensor(op.results[0].shape)
-    return build.rule([broadcast(op.operands[0].shape, result)], [result], linear=INPUT, localise=_local_shape("size"))
+    return build.rule(
+        [broadcast(op.operands[0].shape, result)], [result], linear=linear_sets(op, ("input",)), localise=_local_shape("size")
+    )
 
 
 def _broadcast_tensors(op: IROp) -> OpRule:
@@ -173,7 +173,7 @@ def _repeat(op: IROp) -> OpRule:
     def localise(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
         return {"repeats": tuple(local.dim_size(_copies(rule, refs)) for refs in rule.results[0])}
 
-    return build.rule([operand], [result], linear=INPUT, localise=localise)
+    return build.rule([operand], [result], linear=linear_sets(op, ("input",)), localise=localise)
 
 
 def _copies(rule: OpRule, refs: DimRefs) -> DimRefs:
@@ -187,7 +187,11 @@ def _repeat_interleave(op: IROp) -> OpRule:
     build = RuleBuilder()
     shape, count, dim = op.operands[0].shape, op.arg("repeats"), op.arg("dim")
     if not isinstance(count, int):
-        return build.rule([build.whole(value.shape) for value in op.operands], [build.whole(op.results[0].shape)], linear=INPUT)
+        return build.rule(
+            [build.whole(value.shape) for value in op.operands],
+            [build.whole(op.results[0].shape)],
+            linear=linear_sets(op, ("input",)),
+        )
     operand = build.tensor(shape)
     copies = build.dim(count)
 
@@ -201,7 +205,7 @@ def _repeat_interleave(op: IROp) -> OpRule:
     else:
         dim %= len(shape)
         result = (*operand[:dim], (*operand[dim], *copies), *operand[dim + 1 :])
-    return build.rule([operand], [result], linear=INPUT, localise=localise)
+    return build.rule([operand], [result], linear=linear_sets(op, ("input",)), localise=localise)
 
 
 def _meshgrid(op: IROp) -> OpRule:
@@ -296,7 +300,7 @@ def _split(localise: Localise | None, *, unequal: bool = True) -> Callable[[IROp
             source[dim] = build.dim(shape[dim], FROZEN)
             pieces = [build.dim(size, FROZEN) for size in sizes]
         results = [(*source[:dim], piece, *source[dim + 1 :]) for piece in pieces]
-        return build.rule([tuple(source)], results, linear=INPUT, localise=localise)
+        return build.rule([tuple(source)], results, linear=linear_sets(op, ("input",)), localise=localise)
 
     return rule
 
@@ -328,7 +332,7 @@ def _unbind(op: IROp) -> OpRule:
     shape = op.operands[0].shape
     dim = dim_of(op, len(shape))
     source = build.tensor(shape, frozen=(dim,))
-    return build.rule([source], [source[:dim] + source[dim + 1 :]] * len(op.results), linear=INPUT)
+    return build.rule([source], [source[:dim] + source[dim + 1 :]] * len(op.results), linear=linear_sets(op, ("input",)))
 
 
 define("cat", "tensors, dim=0", "torch.cat", _cat, *functions("cat", "concat", "concatenate"))
@@ -362,7 +366,7 @@ def _frozen_dims(name: str, default: Arg = None) -> RuleMaker:
         build = RuleBuilder()
         shape = op.operands[0].shape
         refs = build.tensor(shape, frozen=all_dims(op.arg(name, default), len(shape)))
-        return build.rule([refs], [refs], linear=INPUT)
+        return build.rule([refs], [refs], linear=linear_sets(op, ("input",)))
 
     return rule
 
@@ -371,7 +375,7 @@ def _triangle(op: IROp) -> OpRule:
     build = RuleBuilder()
     ndim = op.operands[0].ndim
     refs = build.tensor(op.operands[0].shape, frozen=(ndim - 2, ndim - 1))
-    return build.rule([refs], [refs], linear=INPUT)
+    return build.rule([refs], [refs], linear=linear_sets(op, ("input",)))
 
 
 def _pad(op: IROp) -> OpRule:
@@ -386,7 +390,7 @@ def _pad(op: IROp) -> OpRule:
     operand = build.tensor(old, frozen)
     result = tuple(build.dim(new[dim], FROZEN) if dim in padded else refs for dim, refs in enumerate(operand))
     linear = not constant or op.arg("value") in (None, 0)
-    return build.rule([operand], [result], linear=INPUT if linear else ())
+    return build.rule([operand], [result], linear=linear_sets(op, ("input",)) if linear else ())
 
 
 def _diff(op: IROp) -> OpRule:
@@ -404,7 +408,7 @@ def _diagonal(op: IROp) -> OpRule:
     dims = (dim_of(op, len(shape), "dim1", 0), dim_of(op, len(shape), "dim2", 1))
     operand = build.tensor(shape, frozen=dims)
     rest = tuple(refs for dim, refs in enumerate(operand) if dim not in dims)
-    return build.rule([operand], [(*rest, build.dim(op.results[0].shape[-1], FROZEN))], linear=INPUT)
+    return build.rule([operand], [(*rest, build.dim(op.results[0].shape[-1], FROZEN))], linear=linear_sets(op, ("input",)))
 
 
 def _diag_embed(op: IROp) -> OpRule:
@@ -413,7 +417,7 @@ def _diag_embed(op: IROp) -> OpRule:
     dims = (dim_of(op, len(shape), "dim1", -2), dim_of(op, len(shape), "dim2", -1))
     result = build.tensor(shape, frozen=dims)
     rest = tuple(refs for dim, refs in enumerate(result) if dim not in dims)
-    return build.rule([(*rest, build.dim(op.operands[0].shape[-1], FROZEN))], [result], linear=INPUT)
+    return build.rule([(*rest, build.dim(op.operands[0].shape[-1], FROZEN))], [result], linear=linear_sets(op, ("input",)))
 
 
 def _unfold(op: IROp) -> OpRule:
@@ -424,7 +428,7 @@ def _unfold(op: IROp) -> OpRule:
     source = build.tensor(shape, frozen=(dim,))
     windows = build.dim(op.results[0].shape[dim], FROZEN)
     window = build.dim(op.arg("size"), FROZEN)
-    return build.rule([source], [(*source[:dim], windows, *source[dim + 1 :], window)], linear=INPUT)
+    return build.rule([source], [(*source[:dim], windows, *source[dim + 1 :], window)], linear=linear_sets(op, ("input",)))
 
 
 define("roll", "input, shifts, dims=None", "torch.roll", _frozen_dims("dims"), *callables("roll"))
@@ -456,7 +460,7 @@ def _complex_parts(op: IROp) -> OpRule:
     to_complex = op.results[0].dtype.is_complex
     outer = build.tensor((op.results[0] if to_complex else op.operands[0]).shape)
     parts = (*outer, build.dim(2, FROZEN))
-    return build.rule([parts if to_complex else outer], [outer if to_complex else parts], linear=INPUT)
+    return build.rule([parts if to_complex else outer], [outer if to_complex else parts], linear=linear_sets(op, ("input",)))
 
 
 define("glu", "input, dim=-1", "F.glu", _glu, *callables("glu"))

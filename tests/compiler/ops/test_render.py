@@ -60,6 +60,8 @@ def call(opdef: OpDef, **args: object) -> tuple[str, set[str]]:
         (RankDevice(), "self.device"),
         (AxisRef("tp"), "tp"),
         (WhenTraining(0.1, 0.0), "0.1 if self.training else 0.0"),
+        (WhenTraining(True, False), "self.training"),
+        (WhenTraining(False, True), "not self.training"),
         (symbol("s") * 2, "2 * s"),
         (sympy.Integer(4), "4"),
     ],

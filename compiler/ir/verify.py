@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
@@ -13,8 +13,10 @@ from shardwright.compiler.ir.op import IROp, RankDevice, WhenTraining, leaves
 from shardwright.compiler.ir.printer import print_op, print_size, print_value
 from shardwright.compiler.ir.size import Size, product, simplify
 from shardwright.compiler.ir.value import IRValue, ValueKind
-from shardwright.compiler.ops.rule import OpRule, TensorRefs
 from shardwright.runtime.errors import InternalError
+
+if TYPE_CHECKING:
+    from shardwright.compiler.ops.rule import OpRule, TensorRefs
 
 _LITERALS = (
     type(None),

@@ -20,7 +20,9 @@ def checksum(x: Tensor) -> Tensor:
     octets = x.detach().contiguous().reshape(-1).view(torch.uint8)
     words = torch.nn.functional.pad(octets, (0, -octets.numel() % 8)).view(torch.int64)
     weights = (torch.arange(1, words.numel() + 1, device=x.device) * _MULTIPLIER) | 1
-    sizes = sum((dim * 1_000_003 + size) * _MULTIPLIER for dim, size in enumerate(x.shape, 1))
+    sizes = 0
+    for size in x.shape:
+        sizes = (sizes + size + 1) * _MULTIPLIER
     return (words * weights).sum() + _wrapped(sizes)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from shardwright.runtime.bucket import GradientSum
 from shardwright.runtime.config import ComputeConfig
@@ -52,6 +53,13 @@ class TrainedModel:
         """The parameters of which this rank holds a piece only."""
         return iter(self._cut)
 
+    def total_loss(self, loss: Tensor | float, divisor: int) -> Tensor | float:
+        """The sum over the units of each one's scalar loss, divided by ``divisor``. Collective."""
+        if self.ranks.num_units == 1:
+            return loss
+        total = self.ranks.units.communicator.all_reduce(torch.as_tensor(loss, device=self.world.device), phase="gradients")
+        return total / divisor if isinstance(loss, Tensor) else float(total) / divisor
+
     def make_reducer(self, config: ComputeConfig | None) -> Reducer:
         """A reducer for all gradients. It takes the parameters over from reducers made earlier."""
         for item in self.sums:
@@ -75,7 +83,7 @@ class TrainedModel:
         self.sums.append(GradientSum(name, parameter, group, largest))
         if counts_here(layout, ranks):
             self.counted.append(parameter)
-        if layout.cut_axes:
+        if any(ranks.mesh.axis_size(axis) > 1 for axis in layout.cut_axes):
             self._cut.append((name, parameter, layout))
 
     def _unit(self, config: ComputeConfig | None) -> RankMesh:

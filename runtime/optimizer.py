@@ -36,9 +36,10 @@ class ParallelOptimizer(Optimizer):
     _reducer: Reducer
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Synchronise the gradients, then take a step. With a ``closure``, they are synchronised each time it has run.
+        """Synchronise the gradients, then take a step. Collective: all ranks take it.
 
-        Collective: all ranks take the step.
+        With a ``closure``, gradients are synchronised each time it has run, and the loss it returns is summed (or averaged)
+        over the units as they are: optimizers that look at it decide alike on all ranks.
         """
         self._check_attached()
         if closure is None:
@@ -118,7 +119,7 @@ class ParallelOptimizer(Optimizer):
         def run() -> Any:
             loss = closure()
             self._reducer.sync()
-            return loss
+            return loss if loss is None else self._model.total_loss(loss, self._reducer.divisor)
 
         return run
 

@@ -10,6 +10,7 @@ starts in :meth:`Reducer.sync`.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,8 @@ DEFAULT_BUCKET_CAP_MB = 25.0
 
 ReducerHook = Callable[["Reducer", Tensor], Any]
 """Called with the reducer and the flat gradients [elements] of one bucket, which it may change in place."""
+
+Hooks = OrderedDict[int, ReducerHook]  # handles hold a weak reference to it, which a plain dict does not allow
 
 
 class Reducer:
@@ -44,8 +47,8 @@ class Reducer:
         self.is_synced = False
         self._next = 0  # the first bucket that has not started
         self._holding = False
-        self._pre_hooks: dict[int, ReducerHook] = {}
-        self._post_hooks: dict[int, ReducerHook] = {}
+        self._pre_hooks: Hooks = OrderedDict()
+        self._post_hooks: Hooks = OrderedDict()
         self._handles = [
             member.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 self._on_gradient(bucket, index)
@@ -98,7 +101,7 @@ class Reducer:
             if set_to_none:
                 parameter.grad = None
             else:
-                parameter.grad.detach_().zero_()
+                parameter.grad.detach().zero_()
                 set_reduced(parameter.grad, False)
 
     def reopen(self) -> None:
@@ -185,7 +188,7 @@ class Reducer:
                 hook(self, gradients)
 
 
-def _register(hooks: dict[int, ReducerHook], hook: ReducerHook) -> RemovableHandle:
+def _register(hooks: Hooks, hook: ReducerHook) -> RemovableHandle:
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle

@@ -1,0 +1,178 @@
+"""Loading generated files: what is executed is what was checked."""
+
+import inspect
+import json
+import sys
+import traceback
+
+import pytest
+import torch
+from mlp_files import make_batch, make_model, write_files
+
+from shardwright.runtime.errors import LoadError
+from shardwright.runtime.loader import load_class
+from shardwright.runtime.manifest import FORMAT_VERSION, Manifest, accept
+from shardwright.runtime.module import ParallelModule
+from shardwright.runtime.threads import run_ranks
+
+
+@pytest.fixture
+def files(tmp_path):
+    return write_files(tmp_path / "mlp", make_model(), dp=1, tp=2)
+
+
+def refusal(*args):
+    with pytest.raises(LoadError) as error:
+        load_class(*args)
+    return str(error.value)
+
+
+def edit(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_every_rank_of_every_unit_loads_its_file(files):
+    assert [cls.rank for cls in run_ranks(4, lambda rank: load_class(files))] == [0, 1, 0, 1]
+    assert load_class(files, rank=3).rank == 1
+    assert load_class(str(files), 0).__mro__[1] is ParallelModule
+
+
+def test_each_load_is_a_module_of_its_own(files):
+    first, second = load_class(files, 0), load_class(files, 0)
+    assert first is not second and first.__module__ != second.__module__
+    assert sys.modules[first.__module__].MLP is first
+    assert not list(files.glob("**/*.pyc"))
+
+
+def test_source_and_tracebacks_show_what_was_executed(tmp_path):
+    files = write_files(tmp_path / "mlp", make_model(), dp=1, tp=1)
+    cls = load_class(files, 0)
+    edit(files / "gencode0.py", "h = torch.tanh(", "h = torch.relu(")
+    assert "h = torch.tanh(" in inspect.getsource(cls.forward)
+    module = cls()
+    module.layers[0].bias.data = torch.zeros(3, dtype=torch.float64)
+    with pytest.raises(RuntimeError) as error:
+        module(*make_batch(0))
+    assert "h = torch.tanh(" in "".join(traceback.format_exception(error.value))
+
+
+def test_an_edited_file_is_refused_until_it_is_accepted(files):
+    edit(files / "gencode1.py", "torch.tanh(", "torch.relu(")
+    assert load_class(files, 0)
+    lines = refusal(files, 1).splitlines()
+    assert lines[0] == f"{files / 'gencode1.py'} is not the file that was generated"
+    assert lines[1].startswith("  why:   its sha256 is ") and ", the manifest has " in lines[1]
+    assert lines[2] == (
+        f"  try:   if the edit is meant, accept it with `shardwright accept {files}`; "
+        "otherwise compile again with reuse='override'"
+    )
+    assert accept(files) == ["gencode1.py"]
+    assert load_class(files, 1) and accept(str(files)) == []
+
+
+def test_nothing_is_executed_before_the_check(files, capsys):
+    with open(files / "gencode0.py", "a") as file:
+        file.write("print('executed')\n")
+    refusal(files, 0)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_stale_bytecode_cache_is_not_used(files):
+    cache = files / "__pycache__"
+    cache.mkdir()
+    (cache / f"gencode0.{sys.implementation.cache_tag}.pyc").write_bytes(b"nonsense")
+    assert load_class(files, 0)
+
+
+def test_a_missing_file(files):
+    (files / "gencode1.py").unlink()
+    assert refusal(files, 1) == (
+        f"{files / 'gencode1.py'} is missing\n"
+        "  why:   manifest.json lists it\n"
+        "  try:   copy the whole directory to this node, or compile again with reuse='override'"
+    )
+
+
+def test_a_directory_that_was_never_compiled(tmp_path):
+    assert refusal(tmp_path, 0) == (
+        f"{tmp_path} holds no compiled module\n"
+        "  why:   there is no manifest.json\n"
+        "  try:   compile first, with shardwright.parallelize or `shardwright compile`, or copy the directory to this node"
+    )
+
+
+def test_a_number_of_ranks_that_does_not_fit(files):
+    with pytest.raises(LoadError) as error:
+        run_ranks(3, lambda rank: load_class(files))
+    assert str(error.value) == (
+        f"{files} was compiled for 2 ranks, but 3 are running\n"
+        "  why:   its mesh is dp=1 x tp=2; the number of ranks must be a multiple of 2\n"
+        "  try:   start it with torchrun --nproc_per_node=2, or compile for another plan_ngpus"
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "what", "why"),
+    [
+        ("format_version", 999, "shardwright", f"its format version is 999, here it is {FORMAT_VERSION}"),
+        ("shardwright_version", "99.1.0", "shardwright", "its shardwright is 99.1.0, here it is "),
+        ("torch_version", "1.13.1", "torch", f"its torch is 1.13.1, here it is {torch.__version__}"),
+    ],
+)
+def test_a_manifest_of_another_version(files, field, value, what, why):
+    path = files / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    lines = refusal(files, 0).splitlines()
+    assert lines[0] == f"{files} was compiled with another version of {what}"
+    assert lines[1].startswith(f"  why:   {why}")
+    assert lines[2] == "  try:   compile again with reuse='override', or install the version it was made with"
+
+
+def test_the_minor_version_of_torch_may_differ(files):
+    path = files / "manifest.json"
+    major = torch.__version__.split(".")[0]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"torch_version": f"{major}.999.0"}))
+    assert load_class(files, 0)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"format_version": 1}'])
+def test_a_damaged_manifest(files, text):
+    (files / "manifest.json").write_text(text)
+    assert refusal(files, 0).startswith(f"{files / 'manifest.json'} is damaged\n")
+
+
+def test_a_manifest_that_lacks_a_field(files):
+    path = files / "manifest.json"
+    data = json.loads(path.read_text())
+    del data["class_name"]
+    path.write_text(json.dumps(data))
+    assert "why:   KeyError: 'class_name'" in refusal(files, 0)
+
+
+def test_a_file_without_the_class(files):
+    (files / "gencode0.py").write_text("MLP = 3\n")
+    accept(files)
+    assert refusal(files, 0).startswith(f"{files / 'gencode0.py'} defines no ParallelModule named 'MLP'\n")
+
+
+def test_a_file_that_fails_when_it_runs(files):
+    (files / "gencode0.py").write_text("import a_module_that_does_not_exist\n")
+    accept(files)
+    before = set(sys.modules)
+    assert "why:   ModuleNotFoundError: No module named 'a_module_that_does_not_exist'" in refusal(files, 0)
+    assert set(sys.modules) == before
+
+
+def test_invalid_python_is_not_accepted(files):
+    (files / "gencode0.py").write_text("class MLP(:\n")
+    with pytest.raises(LoadError, match="is not valid Python"):
+        accept(files)
+
+
+def test_a_manifest_round_trips(files):
+    manifest = Manifest.read(files)
+    assert Manifest.from_json(json.loads(json.dumps(manifest.to_json()))) == manifest
+    assert manifest.plan_ngpus == 2
+    assert list(manifest.tensors)[:2] == ["gain", "norm.weight"]

@@ -1,0 +1,78 @@
+"""Replacing files and folders: the old one or the new one, never a mixture."""
+
+import os
+
+import pytest
+
+from shardwright.runtime import swap
+
+
+def tree(folder):
+    return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_a_folder_appears_when_it_is_complete(tmp_path):
+    target = tmp_path / "deep" / "out"
+    with swap.write_folder(target) as fresh:
+        (fresh / "a").write_text("1")
+        assert not target.exists()
+    assert tree(tmp_path) == {"deep/out/a": "1"}
+    with swap.write_folder(target) as fresh:
+        (fresh / "b").write_text("2")
+        assert tree(target) == {"a": "1"}
+    assert tree(tmp_path) == {"deep/out/b": "2"}
+
+
+def test_a_failure_leaves_the_old_folder(tmp_path):
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "a").write_text("1")
+    with pytest.raises(ValueError, match="no"), swap.write_folder(target) as fresh:
+        (fresh / "b").write_text("2")
+        raise ValueError("no")
+    assert tree(tmp_path) == {"out/a": "1"}
+
+
+def test_a_failing_rename_leaves_the_old_folder(tmp_path, monkeypatch):
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "a").write_text("1")
+    rename, calls = os.rename, []
+
+    def second_fails(source, destination):
+        calls.append(destination)
+        if len(calls) == 2:
+            raise OSError("disk full")
+        rename(source, destination)
+
+    monkeypatch.setattr(os, "rename", second_fails)
+    with pytest.raises(OSError, match="disk full"), swap.write_folder(target) as fresh:
+        (fresh / "b").write_text("2")
+    assert tree(tmp_path) == {"out/a": "1"}
+
+
+def test_a_process_killed_between_the_renames_is_recovered_from(tmp_path):
+    target = tmp_path / "out"
+    previous = tmp_path / ".out.previous"
+    previous.mkdir()
+    (previous / "a").write_text("1")
+    swap.recover_folder(target)
+    assert tree(tmp_path) == {"out/a": "1"}
+    previous.mkdir()  # killed after the second rename
+    swap.recover_folder(target)
+    assert tree(tmp_path) == {"out/a": "1"} and not previous.exists()
+
+
+def test_a_file_is_replaced_whole(tmp_path, monkeypatch):
+    path = tmp_path / "f"
+    swap.write_file(path, b"1")
+    swap.write_file(path, b"2")
+    assert tree(tmp_path) == {"f": "2"}
+
+    def fails(*args):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(OSError, match="disk full"):
+        swap.write_file(path, b"3")
+    assert tree(tmp_path) == {"f": "2"}

@@ -175,7 +175,8 @@ class _Parser:
 
     def factor(self) -> Name:
         name = self.expect("name", "a name, '1', '(' or '*'")
-        sizes, segment = None, None
+        sizes: tuple[int, ...] | None = None
+        segment = None
         if self.accept("="):
             sizes = (int(self.expect("number", "a size").text),)
         elif self.accept("["):
@@ -292,7 +293,7 @@ class _Fit:
             tensors = sum(isinstance(leaf, IRValue) for leaf in leaves(value))
             if tensors and key not in by_name:
                 self.fail(f"argument {key!r} is a tensor without a term", (0, self.annotation.text.find("->")))
-            matched += [by_name[key]] * tensors
+            matched += [by_name[key]] * tensors if tensors else []
         return matched
 
     def star_size(self, terms: list[Term]) -> int | None:

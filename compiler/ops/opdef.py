@@ -60,7 +60,7 @@ class OpDef:
     ``"F.linear"`` a function, ``".view"`` a method of the first argument, ``"+"`` infix between two arguments (prefix if
     there is one; with keyword-only options the function ``torch.<name>`` is called instead), ``"[]"`` indexing;
     ``"shardwright.runtime.ops.x.f"`` is imported and called by its last name. ``rule`` makes the rule. ``renames``: other
-    names of its parameters.
+    names of its parameters. ``imports``: the import statements a call needs, where ``code`` does not tell them.
     """
 
     name: str
@@ -68,6 +68,7 @@ class OpDef:
     code: str
     rule: RuleMaker
     renames: Mapping[str, str] | None = None
+    imports: tuple[str, ...] | None = None
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:

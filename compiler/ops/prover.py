@@ -33,18 +33,22 @@ from shardwright.compiler.ops.opdef import OpDef
 from shardwright.compiler.ops.render import call_source, imports_of
 from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.shards import DisagreementError, accepted, dual, joined, largest_difference, shards
-from shardwright.compiler.ops.strategy import Assignment, layouts, strategies
+from shardwright.compiler.ops.strategy import Assignment, allowed, layouts, strategies
 from shardwright.runtime.errors import AnnotationError
 from shardwright.runtime.groups import RankMesh
 from shardwright.runtime.layout import Layout, Mesh, piece
 from shardwright.runtime.ops.random import RngState
 from shardwright.runtime.threads import run_ranks
 
+Operator = Callable[..., Any] | OpDef
+"""A function that has a rule, or an entry of the registry."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """One strategy per axis of one mesh, tried. ``failure`` says in words what was wrong; ``error`` is the largest difference.
 
-    ``skipped``: it was not run, as some rank would hold nothing.
+    ``skipped``: it was not run, as some rank would hold nothing, which the rule forbids.
     """
 
     mesh: Mesh
@@ -87,14 +91,14 @@ class ProofReport:
             f"  factors: {sizes or 'none'}",
             f"  {len(proved)} of {len(self.trials)} strategies proved, largest difference {worst:.1e}",
         ]
-        lines += [f"  not run, a rank would hold nothing: {'; '.join(skipped)}"] if skipped else []
+        lines += [f"  not allowed, a rank would hold nothing: {'; '.join(skipped)}"] if skipped else []
         for trial in self.failures:
             lines += [f"  WRONG {trial.name}: {trial.failure}", f"        {trial.source}"]
         return "\n".join(lines)
 
 
 def prove(
-    operator: Callable[..., Any] | OpDef,
+    operator: Operator,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -113,10 +117,10 @@ def prove(
     Raises :class:`AnnotationError` for a function without a rule, or a rule that does not fit the shapes.
     """
     call = _Call.of(operator, tuple(args), dict(kwargs or {}), training, seed)
-    trials = []
+    trials: list[Trial] = []
     for mesh in (Mesh((("a", size),)) if isinstance(size, int) else Mesh.of(size) for size in num_ranks):
-        for chosen in itertools.product(strategies(call.rule), repeat=len(mesh.axes)):
-            trials.append(call.trial(dict(zip(mesh.names, chosen, strict=True)), mesh))
+        assignments = itertools.product(strategies(call.rule), repeat=len(mesh.axes))
+        trials += [call.trial(dict(zip(mesh.names, chosen, strict=True)), mesh) for chosen in assignments]
     return ProofReport(call.op.target, call.rule, tuple(trials))
 
 
@@ -140,9 +144,7 @@ class _Call:
     seed: int
 
     @classmethod
-    def of(
-        cls, operator: Callable[..., Any] | OpDef, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, seed: int
-    ) -> _Call:
+    def of(cls, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, seed: int) -> _Call:
         opdef, bound_args, bound_kwargs = _resolve(operator, args, kwargs)
         bound = dict(opdef.bind(bound_args, bound_kwargs))
         operands = [leaf for arg in bound.values() for leaf in leaves(arg) if isinstance(leaf, Tensor)]
@@ -159,13 +161,17 @@ class _Call:
         rule = instantiate(opdef, op)
         return replace(call, op=replace(op, rule=rule), rule=rule)
 
-    def _example_results(self, operator: Callable[..., Any] | OpDef, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    def _example_results(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """The results of the plain call, for their shapes."""
+
+        def copy(arg: Any) -> Any:
+            return map_leaves(arg, lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
+
         with torch.random.fork_rng(devices=[]):
             if isinstance(operator, OpDef):
                 return self._run(self.op, self.operands, {}, None).results
-            copies = map_leaves((args, tuple(kwargs.values())), lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
-            return _tensors(operator(*copies[0], **dict(zip(kwargs, copies[1], strict=True))))
+            function = getattr(operator, "apply", operator)  # of an autograd Function
+            return _tensors(function(*copy(args), **{key: copy(value) for key, value in kwargs.items()}))
 
     def trial(self, assignment: Assignment, mesh: Mesh) -> Trial:
         """Run the call split as ``assignment`` says and compare."""
@@ -173,13 +179,14 @@ class _Call:
         local = localise(self.op, self.rule, assignment, mesh)
         source = call_source(local, lambda value: value.name, to_python)
         trial = Trial(mesh, assignment, source)
-        if any(_leaves_empty(layout, mesh) for layout in (*operand_layouts, *result_layouts)):
+        if not allowed(self.rule, assignment, mesh):
             return replace(trial, skipped=True)
         generator = torch.Generator().manual_seed(self.seed)
         whole = self._run_whole(generator)
         outcomes = self._run_split(local, assignment, mesh, whole, generator)
         if isinstance(outcomes, Exception):
-            return replace(trial, failure=f"{type(outcomes).__name__}: {outcomes}")
+            known = isinstance(outcomes, DisagreementError)
+            return replace(trial, failure=str(outcomes) if known else f"{type(outcomes).__name__}: {outcomes}")
         worst = 0.0
         for what, reference, pieces, layout in self._comparisons(whole, outcomes, operand_layouts, result_layouts):
             try:
@@ -250,9 +257,12 @@ class _Call:
                 expected = torch.zeros_like(self.operands[i]) if grad is None else grad
                 yield f"gradient of {self.op.operand_names[i]}", expected, pieces, dual(layout)
         for i in self.rule.updates:
-            yield f"{self.op.operand_names[i]} after the call", reference.operands[i], [
-                outcome.operands[i] for outcome in outcomes
-            ], operand_layouts[i]
+            yield (
+                f"{self.op.operand_names[i]} after the call",
+                reference.operands[i],
+                [outcome.operands[i] for outcome in outcomes],
+                operand_layouts[i],
+            )
 
     def _run(self, op: IROp, operands: Sequence[Tensor], env: Mapping[str, Any], grads: Sequence[Tensor] | None) -> _Outcome:
         """Evaluate a call's source on one rank; with ``grads`` also send these back."""
@@ -264,7 +274,10 @@ class _Call:
         wanted = [i for i, x in enumerate(inputs) if x.requires_grad]
         received: list[Tensor | None] = [None] * len(inputs)
         if grads is not None and wanted:
-            sent = [(y, g) for y, g in zip(results, grads, strict=False) if y.requires_grad]
+            sent = [(y, g) for y, g in zip(results, grads, strict=True) if y.requires_grad]
+            for i, (y, g) in enumerate(zip(results, grads, strict=True)):
+                if y.is_floating_point() and y.shape != g.shape:
+                    raise DisagreementError(f"result {i} of a rank is {list(y.shape)} where its piece is {list(g.shape)}")
             if sent:
                 found = torch.autograd.grad(
                     [y for y, _ in sent], [inputs[i] for i in wanted], [g for _, g in sent], allow_unused=True
@@ -294,7 +307,7 @@ class _Place:
 
 
 def _resolve(
-    operator: Callable[..., Any] | OpDef, args: tuple[Any, ...], kwargs: dict[str, Any]
+    operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[OpDef, tuple[Any, ...], dict[str, Any]]:
     if isinstance(operator, OpDef):
         return operator, args, kwargs
@@ -315,12 +328,3 @@ def _tensors(result: Any) -> list[Tensor]:
     if isinstance(result, tuple | list):
         return [tensor for item in result for tensor in _tensors(item)]
     return []
-
-
-def _leaves_empty(layout: Layout, mesh: Mesh) -> bool:
-    """Whether some rank holds an empty piece of a dim that is cut."""
-    return any(
-        layout.dim_axes(dim) and size == 0 and layout.shape[dim] != 0
-        for coords in mesh.all_coords()
-        for dim, size in enumerate(layout.local_shape(mesh, coords))
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -33,14 +32,14 @@ def _rule(op: IROp, text: str, groups: int, channels: int) -> OpRule:
         channel_dim = len(tensor) - (op.operands[1].ndim - 1)
         return {"groups": quotient(local.shape(tensor)[channel_dim], local.shape(rule.operands[1])[1])}
 
-    rule = parse_rule(
+    return parse_rule(
         text,
         op,
         additive=indices(op, "bias"),
         linear_sets=linear_sets(op, ("input", "bias"), ("weight", "bias")),
         localise=local_groups if groups > 1 else None,
+        nonempty=True,  # without channels torch computes the wrong shape, or refuses
     )
-    return replace(rule, nonempty=True)  # without channels torch computes the wrong shape, or refuses
 
 
 def _conv(op: IROp) -> OpRule:
@@ -72,7 +71,7 @@ def channelwise(op: IROp) -> OpRule:
     """Each channel of each sample by itself; space stays whole."""
     ndim = op.operands[0].ndim
     text = annotation([["n", "c", *names(ndim - 2, "y", "^")]], [["n", "c", *names(ndim - 2, "z", "^")]])
-    return parse_rule(text, op, linear_sets=linear_sets(op, ("input",)))
+    return parse_rule(text, op, linear_sets=linear_sets(op, ("input",)), nonempty=True)
 
 
 def _resampling(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -110,7 +109,7 @@ def _affine_grid(op: IROp) -> OpRule:
 
     spatial = op.results[0].ndim - 2
     text = annotation([["b", "i^", "j^"]], [["b", *names(spatial, "z", "^"), "d^"]])
-    return parse_rule(text, op, linear_sets=linear_sets(op, ("theta",)), localise=local_size)
+    return parse_rule(text, op, linear_sets=linear_sets(op, ("theta",)), localise=local_size, nonempty=True)
 
 
 define("affine_grid", "theta, size, align_corners=None", "F.affine_grid", _affine_grid, F.affine_grid)
@@ -121,14 +120,14 @@ def _unfold(op: IROp) -> OpRule:
     batch = ["n"] if op.operands[0].ndim == 4 else []
     channels = op.operands[0].shape[-3]
     text = annotation([[*batch, "c", "y^", "x^"]], [[*batch, "(c k^)", "l^"]])
-    return parse_rule(text, op, sizes={"c": channels}, linear_sets=linear_sets(op, ("input",)))
+    return parse_rule(text, op, sizes={"c": channels}, linear_sets=linear_sets(op, ("input",)), nonempty=True)
 
 
 def _fold(op: IROp) -> OpRule:
     batch = ["n"] if op.operands[0].ndim == 3 else []
     channels = op.results[0].shape[-3]
     text = annotation([[*batch, "(c k^)", "l^"]], [[*batch, "c", "y^", "x^"]])
-    return parse_rule(text, op, sizes={"c": channels}, linear_sets=linear_sets(op, ("input",)))
+    return parse_rule(text, op, sizes={"c": channels}, linear_sets=linear_sets(op, ("input",)), nonempty=True)
 
 
 define("unfold_blocks", "input, kernel_size, dilation=1, padding=0, stride=1", "F.unfold", _unfold, F.unfold)
@@ -137,13 +136,15 @@ define("fold", "input, output_size, kernel_size, dilation=1, padding=0, stride=1
 
 def _pixel_shuffle(op: IROp) -> OpRule:
     r = op.arg("upscale_factor")
-    rule = parse_rule(f"* (c i={r}^ j={r}^) y x -> * c (y i) (x j)", op, linear_sets=linear_sets(op, ("input",)))
-    return replace(rule, nonempty=True)  # the gradient of an empty result has the wrong shape
+    text = f"* (c i={r}^ j={r}^) y x -> * c (y i) (x j)"
+    # the gradient of an empty result has the wrong shape
+    return parse_rule(text, op, linear_sets=linear_sets(op, ("input",)), nonempty=True)
 
 
 def _pixel_unshuffle(op: IROp) -> OpRule:
     r = op.arg("downscale_factor")
-    return parse_rule(f"* c (y i={r}^) (x j={r}^) -> * (c i j) y x", op, linear_sets=linear_sets(op, ("input",)))
+    text = f"* c (y i={r}^) (x j={r}^) -> * (c i j) y x"
+    return parse_rule(text, op, linear_sets=linear_sets(op, ("input",)), nonempty=True)  # an empty result has the wrong shape
 
 
 define("pixel_shuffle", "input, upscale_factor", "F.pixel_shuffle", _pixel_shuffle, *callables("pixel_shuffle"))

@@ -158,7 +158,7 @@ define("outer", "input, vec2", "torch.outer", _outer, *through(_NO_OUT, callable
 def _bilinear(op: IROp) -> OpRule:
     bias = ", o" if op.has_arg("bias") else ""
     sets = linear_sets(op, ("input1", "bias"), ("input2", "bias"), ("weight", "bias"))
-    return parse_rule(f"* i+, * j+, o i j{bias} -> * o", op, additive=indices(op, "bias"), linear_sets=sets)
+    return parse_rule(f"* i+, * j+, o i j{bias} -> * o", op, additive=indices(op, "bias"), linear_sets=sets, nonempty=True)
 
 
 define("bilinear", "input1, input2, weight, bias=None", "F.bilinear", _bilinear, *callables("bilinear"))
@@ -177,7 +177,9 @@ def _grouped_mm(op: IROp) -> OpRule:
     }[left.ndim, right.ndim]
     operands, results = terms.split(" -> ")
     sets = linear_sets(op, ("input", "bias"), ("mat2", "bias"))
-    return parse_rule(f"{operands}{experts}{bias} -> {results}", op, additive=indices(op, "bias"), linear_sets=sets)
+    return parse_rule(
+        f"{operands}{experts}{bias} -> {results}", op, additive=indices(op, "bias"), linear_sets=sets, nonempty=True
+    )
 
 
 define(

@@ -50,7 +50,8 @@ def _group_norm(op: IROp) -> OpRule:
     groups = op.arg("num_groups")
     term = ["n", f"(g={groups} c^)", *names(op.operands[0].ndim - 2, "y", "^")]
     text = annotation([term, *[["(g c)"]] * (len(op.operands) - 1)], [term])
-    return parse_rule(text, op, linear_sets=_affine(op), localise=_local_groups)
+    # torch refuses to normalise no groups
+    return parse_rule(text, op, linear_sets=_affine(op), localise=_local_groups, nonempty=True)
 
 
 define(
@@ -83,6 +84,7 @@ def _batch_norm(op: IROp) -> OpRule:
         linear_sets=_affine(op),
         parallel=form if training else None,
         updates=indices(op, "running_mean", "running_var") if training else (),
+        nonempty=True,
     )
 
 
@@ -96,7 +98,7 @@ def _instance_norm(op: IROp) -> OpRule:
     batch = "n^" if running and uses_input else "n"
     term = [batch, "c", *names(op.operands[0].ndim - 2, "y", "^" if uses_input else "")]
     text = annotation([term, *[["c"]] * (len(op.operands) - 1)], [term])
-    return parse_rule(text, op, linear_sets=_affine(op), updates=running if uses_input else ())
+    return parse_rule(text, op, linear_sets=_affine(op), updates=running if uses_input else (), nonempty=True)
 
 
 define(

@@ -20,7 +20,7 @@ def _pool(num_spatial: int, linear: bool) -> RuleMaker:
     def rule(op: IROp) -> OpRule:
         lead = names(op.operands[0].ndim - num_spatial, "c")
         text = annotation([[*lead, *names(num_spatial, "y", "^")]], [[*lead, *names(num_spatial, "z", "^")]] * len(op.results))
-        return parse_rule(text, op, linear_sets=linear_sets(op, ("input",)) if linear else ())
+        return parse_rule(text, op, linear_sets=linear_sets(op, ("input",)) if linear else (), nonempty=True)
 
     return rule
 

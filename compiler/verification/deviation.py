@@ -1,0 +1,102 @@
+"""How far numbers are from those of one device, and the bound they are held to.
+
+The bound, per tensor: ``max|ours - reference| <= 1e-10 * max(max|reference|, 1e-4 * M)``, where ``M`` is the largest
+``max|reference|`` among the tensors of the same kind (losses, gradients, parameters). ``M`` is there because some gradients
+are zero in exact arithmetic, such as those of attention key biases, and then hold rounding only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BOUND = 1e-10
+FLOOR = 1e-4
+"""Relative to the largest tensor of a kind, where the bound stops shrinking with the tensor."""
+
+
+def tensors_of(tree: Any, path: str = "") -> dict[str, Tensor]:
+    """The tensors and numbers in ``tree`` by their path, such as ``past_key_values.layers[0].keys``.
+
+    Goes into mappings (model outputs of transformers among them), sequences, dataclasses and plain objects (caches).
+    ``None``, strings and other things without numbers are left out.
+    """
+    if isinstance(tree, Tensor):
+        return {path: tree}
+    if isinstance(tree, bool | int | float):
+        return {path: torch.tensor(tree, dtype=torch.float64 if isinstance(tree, float) else None)}
+    children: Iterable[tuple[str, Any]] = ()
+    if isinstance(tree, Mapping):
+        children = ((f"{path}.{key}" if path else str(key), value) for key, value in tree.items())
+    elif isinstance(tree, list | tuple):
+        children = ((f"{path}[{index}]", value) for index, value in enumerate(tree))
+    elif dataclasses.is_dataclass(tree) or type(tree).__module__.startswith("transformers."):
+        children = ((f"{path}.{key}" if path else key, value) for key, value in vars(tree).items())
+    return {name: tensor for child_path, child in children for name, tensor in tensors_of(child, child_path).items()}
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far one tensor is from its reference."""
+
+    name: str
+    shape: tuple[int, ...]
+    error: float
+    """max|ours - reference|"""
+    magnitude: float
+    """max|reference|"""
+    allowed: float
+
+    @property
+    def excess(self) -> float:
+        """``error / allowed``: above 1 is a failure. Not a number counts as infinite."""
+        ratio = self.error / self.allowed if self.allowed else (0.0 if self.error == 0.0 else float("inf"))
+        return ratio if ratio == ratio else float("inf")
+
+
+def deviations(ours: Any, reference: Any) -> list[Deviation]:
+    """The deviation of every tensor of two trees of the same structure, worst first.
+
+    Raises:
+        AssertionError: a tensor is missing, one too many, of another shape, or of another dtype.
+    """
+    got, wanted = tensors_of(ours), tensors_of(reference)
+    problems = [f"{name}: missing" for name in wanted.keys() - got.keys()]
+    problems += [f"{name}: not in the reference" for name in got.keys() - wanted.keys()]
+    for name in wanted.keys() & got.keys():
+        if (got[name].shape, got[name].dtype) != (wanted[name].shape, wanted[name].dtype):
+            found, expected = (f"{tuple(t.shape)} {t.dtype}" for t in (got[name], wanted[name]))
+            problems.append(f"{name}: {found}, the reference has {expected}")
+    if problems:
+        raise AssertionError("the trees differ in structure\n" + "\n".join(f"  {line}" for line in sorted(problems)))
+
+    magnitudes = {name: largest(tensor.masked_fill(tensor.isinf(), 0)) for name, tensor in wanted.items()}
+    floor = FLOOR * max((m for name, m in magnitudes.items() if wanted[name].is_floating_point()), default=0.0)
+    found = []
+    for name, tensor in wanted.items():
+        difference = got[name].detach().to(torch.float64) - tensor.detach().to(torch.float64)
+        # Infinity minus the same infinity (masks) is not a number, but nothing differs.
+        difference = difference.masked_fill(got[name] == tensor, 0.0)
+        allowed = BOUND * max(magnitudes[name], floor) if tensor.is_floating_point() else 0.0
+        found.append(Deviation(name, tuple(tensor.shape), largest(difference), magnitudes[name], allowed))
+    return sorted(found, key=lambda deviation: deviation.excess, reverse=True)
+
+
+def largest(tensor: Tensor) -> float:
+    """max|tensor|, 0 when empty, not a number if any element is none."""
+    return tensor.detach().to(torch.float64).abs().max().item() if tensor.numel() else 0.0
+
+
+def table(found: Sequence[Deviation]) -> str:
+    """Deviations as aligned text, one per line."""
+    width = max(len(deviation.name) for deviation in found)
+    lines = [f"  {'name':{width}}  {'shape':>16}  {'max|a-b|':>9}  {'max|ref|':>9}  {'error/allowed':>13}"]
+    for d in found:
+        mark = "  <--" if d.excess > 1.0 else ""
+        lines.append(f"  {d.name:{width}}  {d.shape!s:>16}  {d.error:9.2e}  {d.magnitude:9.2e}  {d.excess:13.3g}{mark}")
+    return "\n".join(lines)

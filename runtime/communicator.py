@@ -50,7 +50,10 @@ class Transport(Protocol):
         """The sum over the members of row ``index`` of their ``x [size, n]`` into ``result [n]``."""
 
     def all_to_all(self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]) -> None:
-        """Consecutive chunks of 1-D ``x``, one to each member; what comes in fills 1-D ``result`` by sender."""
+        """Consecutive chunks of 1-D ``x``, one to each member; what comes in fills 1-D ``result`` by sender.
+
+        ``x`` belongs to the transport: the caller does not change it afterwards.
+        """
 
     def broadcast_(self, x: Tensor, src_index: int) -> None: ...
 
@@ -160,7 +163,7 @@ class Communicator:
         lengths = [piece.numel() for piece in pieces]
         self._count(phase, "reduce_scatter", mine, sum(lengths), (self.size - 1) * mine.numel())
         longest = max(lengths)
-        rows = mine.new_empty(self.size, longest) if min(lengths) == longest else mine.new_zeros(self.size, longest)
+        rows = mine.new_empty(self.size, longest)  # what stands behind the shorter ones is summed, and cut off below
         for row, piece in zip(rows, pieces, strict=True):
             row[: piece.numel()].view(piece.shape).copy_(piece.detach())
         result = mine.new_empty(longest)

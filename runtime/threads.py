@@ -186,9 +186,8 @@ class ThreadTransport:
         result.copy_(self._meet(f"reduce_scatter({_describe(x)})", x, lambda given: _reduce(given, "sum"))[self._index])
 
     def all_to_all(self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]) -> None:
-        # The senders' tensors may change once they go on, so the outcome holds copies.
-        given = [chunk.clone() for chunk in torch.split(x, send_sizes)]
-        table = self._meet(f"all_to_all({x.dtype})", given, list)
+        # Read after the sender has gone on: the communicator made x for this call and does not touch it again.
+        table = self._meet(f"all_to_all({x.dtype})", torch.split(x, send_sizes), list)
         for size, target, row in zip(receive_sizes, torch.split(result, receive_sizes), table, strict=True):
             chunk = row[self._index]
             assert chunk.numel() == size, f"{chunk.numel()} elements came in where {size} were expected"

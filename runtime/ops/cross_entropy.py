@@ -198,7 +198,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
             slope = a + b * all_weights
         ctx.dim, ctx.b = dim, b
         softmax = powers.div_(total.unsqueeze(dim)).to(input.dtype)
-        ctx.save_for_backward(softmax, index, here, valid, a, torch.where(valid, slope, 0.0), weight)
+        ctx.save_for_backward(softmax, index, here, valid, a, slope, weight)
         ctx.mark_non_differentiable(row_weights)
         return torch.where(valid, rows, 0.0), row_weights
 

@@ -1,5 +1,6 @@
 """Random operators: which ranks draw the same numbers, which do not, and that the numbers have the right distribution."""
 
+import itertools
 import math
 
 import pytest
@@ -10,7 +11,7 @@ from op_ranks import on_mesh
 from shardwright.runtime import ops
 from shardwright.runtime.errors import InputError
 from shardwright.runtime.layout import Layout, Mesh
-from shardwright.runtime.ops.random import RngState
+from shardwright.runtime.ops.random import Draw, RngState
 
 MESH = Mesh((("dp", 2), ("tp", 3)))
 LAYOUT = "[5/dp, 2, 4/tp * 3]"
@@ -65,8 +66,20 @@ def test_copies_draw_the_same(mode):
 
 def test_fast_pieces_draw_differently():
     pieces = draws(mask, "fast", "[6/dp, 8, 6/tp * 3]")
-    values = list(pieces.values())
-    assert all(not torch.equal(a, b) for i, a in enumerate(values) for b in values[:i])
+    assert all(not torch.equal(a, b) for a, b in itertools.combinations(pieces.values(), 2))
+
+
+@pytest.mark.parametrize(("mode", "shape"), [("fast", (2, 8)), ("plan_independent", (4, 8))])
+def test_what_is_drawn(mode, shape):
+    """Fast draws no more than this rank's piece."""
+    draw = Draw.of(RngState(0, mode, Mesh((("dp", 2),)), {"dp": 1}), "op", "[4/dp, 8]")
+    drawn = []
+
+    def make(shape, generator):
+        drawn.append(shape)
+        return torch.zeros(shape)
+
+    assert draw.piece(torch.device("cpu"), make).shape == (2, 8) and drawn == [shape]
 
 
 @MODES
@@ -86,7 +99,7 @@ def test_every_draw_step_microbatch_unit_and_seed_differs_and_repeats(mode):
     others.append(ops.dropout(x, rng=rng, draw="a", **keywords))
     others.append(ops.dropout(x, rng=RngState(2, mode), draw="a", **keywords))
     others.append(ops.dropout(x, rng=RngState(1, mode, unit=1), draw="a", **keywords))
-    assert all(not torch.equal(a, b) for i, a in enumerate([first, *others]) for b in others[:i] if a is not b)
+    assert all(not torch.equal(a, b) for a, b in itertools.combinations([first, *others], 2))
 
 
 def test_state_is_saved_as_json():

@@ -24,6 +24,11 @@ def is_getter(function: Any) -> bool:
     return getattr(function, "__name__", "") == "__get__"
 
 
+def is_setter(function: Any) -> bool:
+    """Whether ``function`` sets or deletes a property of a tensor, such as ``Tensor.grad``."""
+    return _is_property_access(function) and not is_getter(function)
+
+
 def _is_property_access(function: Any) -> bool:
     return getattr(function, "__name__", "") in ("__get__", "__set__", "__delete__") and hasattr(function, "__self__")
 

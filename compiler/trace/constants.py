@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
+from shardwright.compiler.ir.op import Arg, RankDevice, map_leaves
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.trace.recorder import Recorder
 from shardwright.runtime.errors import TraceError
+
+
+_RANDOM = {"dropout", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "multinomial"}
+_RANDOM |= {"bernoulli", "uniform", "poisson", "empty", "empty_like", "new_empty"}
+
+
+class _NotConstant(Exception):
+    """The value depends on an input, a parameter or a random number."""
 
 
 class Constants:
@@ -20,7 +30,7 @@ class Constants:
         self._fakes: dict[int, torch.Tensor] = {}
         self._real: dict[str, torch.Tensor] = {}
         self._attributes = {
-            id(value): f"{path}.{name}"
+            id(value): f"{path}.{name}" if path else name
             for path, submodule in module.named_modules()
             for name, value in submodule.__dict__.items()
             if isinstance(value, torch.Tensor)
@@ -43,11 +53,36 @@ class Constants:
             return self._bind(function(*args, **kwargs), "const")
 
     def real(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The real values of a tensor that is a constant and was not written to."""
+        """The values of a tensor that follows from constants alone, computed for real; ``None`` for any other."""
         if not isinstance(tensor, FakeTensor):
             return tensor
-        variable = self._recorder.variables.get(id(tensor))
-        return self._real.get(variable.value.name) if variable and variable.parent is None else None
+        if id(tensor) not in self._recorder.variables:
+            return None
+        with unset_fake_temporarily(), torch.no_grad():
+            try:
+                return self._evaluate(self._recorder.value(tensor))
+            except _NotConstant:
+                return None
+
+    def _evaluate(self, value: IRValue) -> torch.Tensor:
+        known = self._real.get(value.name)
+        if known is None:
+            made_by = self._recorder.calls.get(value.name)
+            if made_by is None or made_by[0].name in _RANDOM:
+                raise _NotConstant
+            call, index = made_by
+            args = map_leaves(call.args, self._real_argument)
+            kwargs = {name: map_leaves(arg, self._real_argument) for name, arg in call.kwargs.items()}
+            result = call.function(*args, **kwargs)
+            known = self._real[value.name] = result if isinstance(result, torch.Tensor) else result[index]
+        return known
+
+    def _real_argument(self, leaf: Arg) -> Any:
+        if isinstance(leaf, IRValue):
+            return self._evaluate(leaf)
+        if isinstance(leaf, sympy.Basic):  # a dynamic size
+            raise _NotConstant
+        return torch.device("cpu") if isinstance(leaf, RankDevice) else leaf
 
     def _bind(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         if tensor.is_meta:
@@ -62,7 +97,7 @@ class Constants:
         with self._mode, torch.no_grad():
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         with unset_fake_temporarily(), torch.no_grad():
-            real = tensor.detach().cpu()
+            real = tensor.detach().cpu().clone()  # the values of now
         self._recorder.constants.append((value, real))
         self._recorder.bind_source(fake, value)
         self._recorder.keep(tensor)

@@ -39,7 +39,7 @@ class _WatchedShapeEnv(ShapeEnv):
     """Notes the user's line that first fixed a symbol, or tied two together."""
 
     def __init__(self) -> None:
-        super().__init__(duck_shape=False)
+        super().__init__(duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         self.fixed_at: dict[sympy.Basic, SourceLocation | None] = {}
 
     def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:

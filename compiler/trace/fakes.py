@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.trace.naming import Namer
 from shardwright.runtime.errors import TraceError
+
+
+class TraceMode(FakeTensorMode):
+    """Fake tensors that keep out of the tracer's sight: what torch calls to make them is not part of the model.
+
+    ``lift`` is called with every real tensor that comes to life in forward other than by a call the tracer sees
+    (``torch.from_numpy``, ``torch.Tensor([1.0])``).
+    """
+
+    lift: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            if func in _LIFTS and self.lift is not None and type(args[0]) is torch.Tensor:
+                return self.lift(args[0])
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+_LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ def patched(scope: Scope, apply_function: Callable[..., Any], note_training: Cal
         stack.enter_context(_checkpoints_traced_through(scope))
         stack.enter_context(_scripts_inlined())
         stack.enter_context(_training_watched(note_training))
+        stack.enter_context(_autocast_anywhere())
         if hasattr(torch, "_check_tensor_all_with"):  # a check of values: nothing to check, nothing to compute
             stack.enter_context(replaced(torch, "_check_tensor_all_with", lambda *args, **kwargs: None))
         if "torch._dynamo" in sys.modules:  # compiled functions run as the Python they were made from
@@ -99,6 +100,16 @@ def _scripts_inlined() -> Iterator[None]:
     with replaced(torch.jit.ScriptFunction, "__call__", inlined):
         yield
     assert torch.jit.ScriptFunction.__call__ is call
+
+
+@contextmanager
+def _autocast_anywhere() -> Iterator[None]:
+    """Autocast regions for CUDA count on a machine without it: the program may run elsewhere."""
+    with (
+        replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        replaced(torch.cuda, "is_bf16_supported", lambda *args, **kwargs: True),
+    ):
+        yield
 
 
 @contextmanager

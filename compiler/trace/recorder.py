@@ -88,6 +88,7 @@ class Recorder:
         self.names = Namer()
         self.ops: list[IROp] = []
         self.op_names = Namer()
+        self.calls: dict[str, tuple[Call, int]] = {}  # value name -> the call that made it, which result
         self.constants: list[tuple[IRValue, torch.Tensor]] = []
         self.variables: dict[int, Variable] = {}
         self.captured: set[str] = set()  # constants that belong to somebody outside of forward
@@ -133,11 +134,12 @@ class Recorder:
 
     # operators
 
-    def emit(self, call: Call, results: Iterable[TensorType], *, label: str | None = None) -> list[IRValue]:
+    def emit(self, call: Call, results: Iterable[TensorType]) -> list[IRValue]:
         """Append the canonical operator for ``call``; the values of its results."""
         frame = user_frame()
         bound = bind(call.function, call.args, call.kwargs, where=self.where(frame))
-        values = self._name_results(list(results), label or bound.name, frame)
+        values = self._name_results(list(results), bound.name, frame)
+        self.calls.update({value.name: (call, index) for index, value in enumerate(values)})
         self.ops.append(
             IROp(
                 name=self.op_names.unique(values[0].name if values else bound.name),

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwright.compiler.ir.graph import DynamicDim, IRGraph
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.trace.arguments import Arguments
 from shardwright.compiler.trace.constants import Constants
 from shardwright.compiler.trace.dynamic import Dynamic
-from shardwright.compiler.trace.fakes import ModuleTensor, fake_like, module_tensors, source_value, unchanged
+from shardwright.compiler.trace.fakes import ModuleTensor, TraceMode, fake_like, module_tensors, source_value, unchanged
 from shardwright.compiler.trace.patches import patched
 from shardwright.compiler.trace.recorder import Recorder, Variable
 from shardwright.compiler.trace.scope import Scope
@@ -51,9 +50,9 @@ class _Run:
         self.dynamic = Dynamic(dynamic_dims, arguments.tensor_shapes())
         self.scope = Scope(module)
         self.recorder = Recorder(self.scope, self.dynamic)
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self.dynamic.env)
+        self.mode = TraceMode(allow_non_fake_inputs=True, shape_env=self.dynamic.env)
         self.constants = Constants(self.recorder, self.mode, module)
-        self.recorder.make_constant = self.constants.fake
+        self.recorder.make_constant = self.mode.lift = self.constants.fake
         self.sources: list[tuple[ModuleTensor, torch.Tensor, IRValue]] = []
         self.inputs: dict[str, IRValue] = {}
         self._input_variables: dict[str, tuple[IRValue, Variable]] = {}

@@ -12,13 +12,14 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     UnsupportedOperatorException,
+    unset_fake_temporarily,
 )
 from torch.overrides import TorchFunctionMode
 
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
 from shardwright.compiler.trace import inplace
-from shardwright.compiler.trace.callables import is_getter, plain_name
+from shardwright.compiler.trace.callables import is_getter, is_setter, plain_name
 from shardwright.compiler.trace.constants import Constants
 from shardwright.compiler.trace.normalise import on_rank_device
 from shardwright.compiler.trace.opening import opened
@@ -28,12 +29,15 @@ from shardwright.runtime.errors import ShardwrightError, TraceError
 opaque: dict[Callable[..., Any], str] = {}
 """Functions kept as one operator although they have no entry in the registry, with a word for each."""
 
-_LITERALS = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
+_LITERALS = {torch.tensor, torch.as_tensor, torch.asarray}
 _UNRECORDED = {"requires_grad_", "is_floating_point", "retain_grad", "__repr__", "__format__", "__str__", "__hash__", "__delete__"}
 _TENSOR_PROPERTIES = {"T", "mT", "H", "mH", "data", "real", "imag", "grad"}
 _VALUE_READERS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__", "is_nonzero"}
 _VALUE_READERS |= {"equal", "allclose", "__contains__", "nonzero", "unique", "unique_consecutive", "masked_select", "argwhere", "bincount"}
-_CASTS = {"to", "float", "double", "half", "bfloat16", "int", "long", "bool", "type", "type_as", "cpu", "cuda"}
+_CASTS = {"to", "float", "double", "half", "bfloat16", "int", "long", "bool", "type", "type_as"}
+_DEVICE_MOVES = {"cpu", "cuda", "xpu"}
+_CPU = torch.device("cpu")
+"""Where fake tensors live, whatever device the model names: the rank's device takes its place when the program runs."""
 _GRADIENT_HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 _STATISTICS = {"batch_norm", "instance_norm"}
 """Operators that update their running statistics themselves when they run."""
@@ -46,11 +50,16 @@ class Tracer(TorchFunctionMode):
     def __init__(self, recorder: Recorder, constants: Constants) -> None:
         super().__init__()
         self._recorder, self._constants = recorder, constants
+        self._running = 0  # calls being executed: what they call themselves is not recorded
         self._open: list[Any] = []  # composites that run opened now
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
         name = plain_name(func)
+        if is_setter(func):
+            if name == "data":
+                raise self._error("forward assigns to x.data", "use x.copy_(y), or a new tensor")
+            return func(*args)
         if is_getter(func) and name not in _TENSOR_PROPERTIES or name in _UNRECORDED:
             return func(*args, **kwargs)
         try:
@@ -65,20 +74,25 @@ class Tracer(TorchFunctionMode):
             raise
 
     def _call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is torch.Tensor.new_tensor:  # a literal: of the tensor, only the dtype is used
+            func, args, kwargs = torch.tensor, args[1:], {"dtype": args[0].dtype, **kwargs}
         if func in _LITERALS and not _has_traced(args, kwargs):
             return self._literal(func, args, kwargs)
-        if name in ("lift_fresh", "lift_fresh_copy"):
-            return self._constants.fake(args[0])
-        if name == "__set__":
-            return self._set_property(func, args)
         if name in _GRADIENT_HOOKS:
             raise self._error(f"forward calls {name}() on a tensor, which tracing would lose", "write it as a torch.autograd.Function")
         if name in _VALUE_READERS and (real := self._real_values(args)) is not None:
-            return func(*real, **kwargs)
+            with unset_fake_temporarily():
+                return func(*real, **kwargs)
         if isinstance(kwargs.get("out"), torch.Tensor):
             result = self._call(func, name, args, {key: value for key, value in kwargs.items() if key != "out"})
             return self._overwrite(torch.Tensor.copy_, "copy_", (kwargs["out"], result), {})
+        if name in _DEVICE_MOVES:
+            return args[0]
         args, kwargs = self._on_fakes(args), {key: self._on_fakes(value) for key, value in kwargs.items()}
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _CPU
+        if name == "to":
+            args = tuple(_CPU if isinstance(arg, str) else arg for arg in args)
         if name in ("__setitem__", "copy_"):
             return self._overwrite(func, name, args, kwargs)
         if (written := _inplace_flag(func, args, kwargs)) is not None:
@@ -184,17 +198,9 @@ class Tracer(TorchFunctionMode):
         inplace.write(recorder, target, value)
         return out
 
-    def _set_property(self, func: Any, args: tuple[Any, ...]) -> Any:
-        if plain_name(func) == "data":
-            raise self._error("forward assigns to x.data", "use x.copy_(y), or a new tensor")
-        return func(*args)
-
     # constants
 
     def _literal(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        if func is torch.Tensor.new_tensor:
-            kwargs.setdefault("dtype", args[0].dtype)
-            func, args = torch.tensor, args[1:]
         kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
         requires_grad = kwargs.pop("requires_grad", False)
         return self._constants.literal(func, args, kwargs).requires_grad_(requires_grad)
@@ -220,23 +226,27 @@ class Tracer(TorchFunctionMode):
                 )
             return self._constants.fake(arg)
         if isinstance(arg, torch.device):
-            return torch.device("cpu")
+            return _CPU
         if type(arg) in (tuple, list):
             return type(arg)(self._on_fakes(item) for item in arg)
         return arg
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         func = _FAKE_FORMS.get(func, func)
-        if isinstance(kwargs.get("device"), str):
-            kwargs = {**kwargs, "device": "cpu"}
         dtype = autocast_dtype()
-        if dtype is not None and not torch.is_autocast_enabled("cpu"):  # a region for another device type
-            with torch.autocast("cpu", dtype=dtype):
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
+        self._running += 1
+        try:
+            if dtype is not None and not torch.is_autocast_enabled("cpu"):  # a region for another device type
+                with torch.autocast("cpu", dtype=dtype):
+                    return func(*args, **kwargs)
+            return func(*args, **kwargs)
+        finally:
+            self._running -= 1
 
     def apply_function(self, cls: type, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record ``cls.apply(...)`` of an autograd Function as one operator."""
+        if self._running:
+            return original(*args, **kwargs)
         args = self._on_fakes(args)
 
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,78 @@
+"""Tensors with values of their own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from tracing import traced
+
+from shardwright.compiler.ir.op import RankDevice
+from shardwright.compiler.trace import trace
+from shardwright.runtime.errors import TraceError
+
+X = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+GLOBAL = torch.tensor([1.0, 2, 3, 4], dtype=torch.float64)
+ARRAY = np.arange(4.0)
+
+
+class Captures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.ones(4, dtype=torch.float64) * 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        literal = torch.tensor([0.5, 0.25, 0, 1], dtype=x.dtype)
+        literal[0] = 7
+        x = x * self.table + GLOBAL * literal + torch.as_tensor(ARRAY) + torch.from_numpy(ARRAY)
+        x = x + x.new_tensor([1, 2, 3, 4]) + self.table
+        return x[[0, 2]] + np.float64(2.5) * ARRAY[1]
+
+
+def test_captured_tensors_and_literals() -> None:
+    graph = traced(Captures(), {"x": X})
+    named = {value.name: tensor for value, tensor in graph.constants}
+    assert torch.equal(named["table"], torch.ones(4, dtype=torch.float64) * 3), "an attribute gives its name, and is one constant"
+    assert any(torch.equal(tensor, GLOBAL) for tensor in named.values())
+    assert any(tensor.dtype == torch.int64 and tensor.tolist() == [0, 2] for tensor in named.values())
+    assert all(type(tensor) is torch.Tensor for tensor in named.values())
+
+
+def test_values_of_constants_may_be_read() -> None:
+    class Reads(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if GLOBAL[0] > 0 and torch.tensor(3).item() == 3:
+                return x * float(torch.tensor(2.0)) + sum(torch.tensor([1, 2]).tolist())
+            return x
+
+    assert len(traced(Reads(), {"x": X}).ops) == 2
+
+
+def test_factories_stay_operators_on_the_ranks_device() -> None:
+    class Makes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            position = torch.arange(4) + torch.zeros(3, 1) + torch.ones_like(x) + torch.full((4,), 2.0)
+            return x + position + x.new_zeros(4) + torch.eye(4)[:3] + torch.linspace(0, 1, 4)
+
+    graph = traced(Makes(), {"x": X})
+    names = {"arange", "zeros", "full", "eye", "linspace"}
+    factories = [op for op in graph.ops if op.target in names or op.target.removeprefix("torch.") in names]
+    assert len(factories) >= 5 and graph.constants == ()
+    assert all(op.arg("device") == RankDevice() for op in factories)
+    assert all(op.arg("dtype") is not None for op in factories[1:]), "the default dtype is written down"
+
+
+def test_randomness_stays_an_operator() -> None:
+    class Noise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.randn(3, 4) + torch.rand_like(x) + torch.empty(3, 4).uniform_(1, 2) + torch.randn_like(x)
+
+    traced(Noise(), {"x": X})
+
+
+def test_a_captured_meta_tensor_is_refused() -> None:
+    with torch.device("meta"):
+        module = Captures()
+    with pytest.raises(TraceError, match="the model uses a tensor on the meta device that is neither parameter nor buffer: table\n"):
+        trace(module, {"x": X})

@@ -1,0 +1,166 @@
+"""What cannot be traced: the error names the line and the remedy, and the module is as it was."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwright.compiler.trace import trace
+from shardwright.runtime.errors import TraceError
+
+X = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+class Apply(nn.Module):
+    def __init__(self, function: object) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4).double()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x
+        return self.function(self.inner(x))
+
+
+def error_of(function: object, **dims: object) -> str:
+    module = Apply(function)
+    state, weight = set(vars(module)), module.inner.weight
+    with pytest.raises(TraceError) as caught:
+        trace(module, {"x": X}, **dims)
+    assert set(vars(module)) == state and module.inner.weight is weight and type(weight) is nn.Parameter
+    assert not isinstance(torch.nn.Module.__dict__.get("training"), property)
+    return str(caught.value)
+
+
+def branches(x: Tensor) -> Tensor:
+    if x.sum() > 0:
+        return x
+    return -x
+
+
+def item(x: Tensor) -> Tensor:
+    return x * x.max().item()
+
+
+def loops(x: Tensor) -> Tensor:
+    for index in x.argmax(-1).tolist():
+        x = x + index
+    return x
+
+
+def nonzero(x: Tensor) -> Tensor:
+    return x[(x > 0).nonzero()[:, 0]]
+
+
+def mask_select(x: Tensor) -> Tensor:
+    return x[x > 0]
+
+
+def to_numpy(x: Tensor) -> Tensor:
+    return x + x.detach().numpy().sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(branches, "__bool__"), (item, "item"), (loops, "item"), (nonzero, "nonzero"), (mask_select, "__getitem__"), (to_numpy, "numpy")],
+)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_values_are_needed(function: object, name: str, dynamic: bool) -> None:
+    if dynamic and function is loops:
+        pytest.skip("iterating over a dynamic dim is refused before")
+    text = error_of(function, dynamic_dims={"x": {0: "rows"}} if dynamic else None)
+    first, where, why, hint = text.split("\n")
+    assert first == f"{name}() needs the values of a tensor while tracing"
+    line = function.__code__.co_firstlineno
+    assert any(f"{__file__}:{line + offset} in (root) (Apply)" in where for offset in (1, 2)), where
+    assert why == "  why:   the traced graph must be right for all inputs, and no values exist while tracing"
+    assert hint == (
+        "  try:   use torch.where or masking instead of branching on values, or put the code into a function and register_op it"
+    )
+
+
+def test_vmap() -> None:
+    text = error_of(lambda x: torch.vmap(torch.sin)(x))
+    assert text.startswith("forward uses torch.vmap or another torch.func transform\n  where: " + __file__)
+    assert "register_op" in text
+
+
+def test_tensor_hooks() -> None:
+    def hooked(x: Tensor) -> Tensor:
+        x.register_hook(lambda grad: grad * 2)
+        return x
+
+    assert error_of(hooked).startswith("forward calls register_hook() on a tensor, which tracing would lose\n")
+
+
+def test_data_assignment() -> None:
+    def assigns(x: Tensor) -> Tensor:
+        x.data = x.data + 1
+        return x
+
+    assert error_of(assigns).startswith("forward assigns to x.data\n")
+
+
+def test_local_autograd_functions() -> None:
+    class Local(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x * 2
+
+    text = error_of(lambda x: Local.apply(x))
+    assert "cannot be imported by generated code" in text and "move it to the top level of a module" in text
+
+
+def test_a_failing_forward() -> None:
+    text = error_of(lambda x: x @ torch.zeros(7, 7, dtype=torch.float64))
+    assert text.startswith("forward of Apply failed while it was traced: RuntimeError: ")
+    assert f"  where: {__file__}:" in text
+
+
+def test_backward_hooks() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    module[0].register_full_backward_hook(lambda *args: None)
+    with pytest.raises(TraceError) as caught:
+        trace(module, {"input": X.float()})
+    assert str(caught.value) == (
+        "the module 0 (Linear) has a backward hook, which tracing would lose\n"
+        "  try:   remove the hook before compiling, or write its effect as a torch.autograd.Function"
+    )
+
+
+def test_gradient_hooks_of_parameters() -> None:
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        module = nn.Linear(4, 4)
+        getattr(module.weight, register)(lambda grad: None)
+        with pytest.raises(TraceError, match="the parameter weight has a gradient hook, which tracing would lose\n"):
+            trace(module, {"input": X.float()})
+
+
+def test_lazy_modules() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(TraceError, match="0.weight is not initialized\n  try:   call the lazy module once before compiling it"):
+        trace(module, {"input": X.float()})
+
+
+def test_state_changed_by_forward_is_restored() -> None:
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.losses: list[Tensor] = []
+            self.calls = {"count": 0}
+            self.register_buffer("cache", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.losses.append(x.sum())
+            self.calls["count"] += 1
+            self.last = x
+            return x * 2
+
+    module = Remembers()
+    trace(module, {"x": X})
+    assert module.losses == [] and module.calls == {"count": 0} and not hasattr(module, "last")

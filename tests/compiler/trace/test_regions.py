@@ -1,0 +1,220 @@
+"""What is recorded beside the operators: recompute, autocast and gradient regions, modules, source lines, names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from opaque_functions import Cube, Split, double
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from tracing import traced
+
+from shardwright.compiler.ir.value import ValueKind
+from shardwright.compiler.trace import trace
+
+X = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8).double()
+        self.down = nn.Linear(8, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.up(x))
+        return x + self.down(hidden)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block(), Block()])
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recompute_regions(use_reentrant: bool) -> None:
+    graph = traced(Checkpointed(use_reentrant), {"x": X})
+    regions = {op.module_path: op.region for op in graph.ops}
+    assert regions["blocks.0"] is None and regions["blocks.0.up"] is None
+    assert regions["blocks.1"] == regions["blocks.1.up"] == "recompute_0"
+    assert regions["blocks.2"] == "recompute_1"
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_of_transformers(use_reentrant: bool) -> None:
+    config = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=11, n_positions=8, bos_token_id=0, eos_token_id=0)
+    model = transformers.GPT2LMHeadModel(config)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    ids = torch.tensor([[1, 2, 3, 4]])
+    graph = trace(model, {"input_ids": ids, "labels": ids, "use_cache": False})
+    regions = {op.module_path.split(".")[2]: op.region for op in graph.ops if op.module_path.startswith("transformer.h.")}
+    assert regions == {"0": "recompute_0", "1": "recompute_1"}
+    assert all(op.region is None for op in graph.ops if not op.module_path.startswith("transformer.h."))
+
+
+class Regions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.abs().max()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.linear(x)
+        with torch.inference_mode():
+            shift = x.sum() * 0
+        return y.float() * scale + shift.clone()
+
+
+def test_autocast_and_gradient_regions() -> None:
+    graph = trace(Regions(), {"x": X.float()})
+    by_name = {op.name: op for op in graph.ops}
+    assert not by_name["scale"].grad_enabled and not by_name["scale"].results[0].requires_grad
+    linear = by_name["linear"]
+    assert linear.autocast is torch.bfloat16 and linear.results[0].dtype is torch.bfloat16 and linear.results[0].requires_grad
+    assert not by_name["sum_1"].grad_enabled and by_name["mul"].autocast is None
+
+
+def test_autocast_for_another_device_type() -> None:
+    class Cuda(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                return self.linear(x)
+
+    (op,) = trace(Cuda(), {"x": X.float()}).ops
+    assert op.autocast is torch.bfloat16 and op.results[0].dtype is torch.bfloat16
+
+
+def test_names_sources_and_modules() -> None:
+    graph = traced(nn.ModuleDict({"a": Block()})["a"], {"x": X})
+    assert [op.name for op in graph.ops] == ["up", "hidden", "down", "add"]
+    nested = trace(nn.Sequential(Block(), Block()), {"input": X})
+    assert [op.name for op in nested.ops] == ["_0_up", "_0_hidden", "_0_down", "_0_add", "_1_up", "_1_hidden", "_1_down", "_1_add"]
+    hidden = nested.ops[1]
+    assert (hidden.module_path, hidden.module_type) == ("0", "Block")
+    assert hidden.source is not None and hidden.source.file == __file__ and hidden.source.function == "forward"
+    assert [v.name for v in nested.parameters[:2]] == ["_0_up_weight", "_0_up_bias"]
+    assert nested.module_types["1.up"] == "Linear"
+
+
+def test_tied_parameters_are_one_value() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(5, 4).double()
+            self.head = nn.Linear(4, 5, bias=False).double()
+            self.head.weight = self.embed.weight
+            self.again = self.head
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.again(self.embed(ids))
+
+    (weight,) = traced(Tied(), {"ids": torch.tensor([0, 3])}).parameters
+    assert weight.fqn == "embed.weight" and weight.aliases == ("head.weight", "again.weight") and weight.kind is ValueKind.PARAMETER
+
+
+def test_requires_grad_is_propagated() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = nn.Linear(4, 4).double().requires_grad_(False)
+            self.free = nn.Linear(4, 4).double()
+
+        def forward(self, ids: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+            table = self.frozen(torch.eye(4, dtype=torch.float64))
+            looked_up = F.embedding(ids, table)
+            return looked_up, self.free(looked_up), self.frozen(x), self.free(x).detach(), x.argmax(-1)
+
+    graph = traced(Mixed(), {"ids": torch.tensor([0, 3]), "x": X})
+    assert [value.requires_grad for value in graph.outputs] == [False, True, True, False, False]
+    assert [value.requires_grad for value in graph.inputs] == [False, True]
+    assert [value.requires_grad for value in graph.parameters] == [False, False, True, True]
+
+
+class Opaque(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = Split.apply(Cube.apply(x, 0.5))
+        return double(a) + b
+
+
+def test_autograd_functions_and_custom_ops_stay_one_operator() -> None:
+    graph = traced(Opaque(), {"x": X})
+    targets = [op.target for op in graph.ops]
+    assert targets[:3] == ["opaque_functions.Cube.apply", "opaque_functions.Split.apply", "torch.ops.shardwright_tests.double.default"]
+    assert len(targets) == 4
+
+
+@torch.jit.script
+def scripted(x: Tensor) -> Tensor:
+    return x.sigmoid() * 2
+
+
+@torch.compile
+def compiled(x: Tensor) -> Tensor:
+    return x.tanh() + 1
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = torch.compile(Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(scripted(x) + compiled(x))
+
+
+def test_scripted_and_compiled_functions_are_traced_through() -> None:
+    graph = trace(Wrapped(), {"x": X})
+    targets = [op.target for op in graph.ops]
+    assert "sigmoid" in targets[0] and any("tanh" in target for target in targets)
+    assert sum("linear" in target for target in targets) == 2
+    assert scripted(X).shape == X.shape, "the scripted function is scripted again"
+
+
+def test_composites_are_opened() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=True).double()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            for row in x:
+                x = x + row
+            return self.attention(x, x, x, need_weights=False)[0], 1 - x, 2**x
+
+    graph = traced(Attention(), {"x": X[None]})
+    targets = {op.target.rsplit(".")[-1] for op in graph.ops}
+    assert "linear" in targets and "scaled_dot_product_attention" in targets
+    assert not any("multi_head" in target for target in targets)
+
+
+def test_hooks_of_modules_are_part_of_the_graph() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+    model[0].register_forward_hook(lambda module, args, output: output * 2)
+    model[1].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    assert [op.target for op in traced(model, {"input": X}).ops] == ["linear", "mul", "add", "tanh"]
+
+
+def test_devices_are_the_ranks_own() -> None:
+    class Devices(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.zeros(4, device="cuda", dtype=x.dtype) + torch.ones(4, device=x.device, dtype=x.dtype)
+            return x.to("cuda:1") + y.cuda() + x.to(x.device, torch.float64)
+
+    graph = trace(Devices(), {"x": X})
+    assert "cuda" not in str([op.args for op in graph.ops])

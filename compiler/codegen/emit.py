@@ -99,7 +99,7 @@ class _Writer:
             "mesh": program.plan.mesh,
             "axes": "".join(f'("{axis}", {size}), ' for axis, size in program.plan.mesh.axes).rstrip(" "),
             "class_name": graph.name,
-            "inputs": [(value.name, _shape_text(value), str(value.dtype)) for value in graph.inputs],
+            "inputs": self._inputs(),
             "declarations": self._declarations(),
             "signature": self._signature(),
             "header": wrap(f"def forward({self._signature()}):", 124),
@@ -146,6 +146,18 @@ class _Writer:
         if any("=" in word for word in words):
             self._need("ABSENT")
         return ", ".join(words)
+
+    def _inputs(self) -> list[tuple[str, str]]:
+        """Path and source text of every leaf of the arguments that calls are checked against."""
+        rows: list[tuple[str, str]] = []
+        for name, tree in self.program.graph.signature:
+            for path, leaf in tree.leaves():
+                path = f"{name}.{path}".rstrip(".")
+                if isinstance(leaf, IRValue):
+                    rows.append((path, f'("{_shape_text(leaf)}", {leaf.dtype})'))
+                elif leaf is None or isinstance(leaf, bool | int | str):
+                    rows.append((path, repr(leaf)))
+        return rows
 
     def _unpack(self, scope: Scope) -> list[Line]:
         """Check the arguments and name their tensors."""

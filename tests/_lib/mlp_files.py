@@ -26,7 +26,9 @@ class MLP(nn.Module):
         self.mesh = nn.Module()
         self.mesh.weight = nn.Parameter(torch.rand(WIDTH))
         self.gain = nn.Parameter(torch.rand(WIDTH), requires_grad=False)
-        self.tied = self.norm
+        self.head = nn.Module()
+        self.head.weight = self.norm.weight
+        self.head.bias = nn.Parameter(torch.rand(WIDTH))
         self.register_buffer("mean", torch.zeros(WIDTH))
         self.register_buffer("shift", torch.rand(WIDTH), persistent=False)
         self.captured = torch.rand(WIDTH, dtype=torch.float64)
@@ -34,7 +36,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         h = torch.tanh(self.layers[0](x * self.norm.weight))
-        y = self.layers[1](h) * self.mesh.weight + self.shift * self.gain + self.captured
+        y = self.layers[1](h) * self.mesh.weight + self.shift * self.gain + self.captured + self.head.bias
         if self.training:
             with torch.no_grad():
                 self.mean.mul_(0.9).add_(0.1 * y.mean(0))
@@ -60,12 +62,13 @@ def declarations() -> list[Declaration]:
 
     return [
         parameter("gain", "[6]", requires_grad=False),
-        parameter("norm.weight", "[6] G(dp, tp)", aliases=("tied.weight",)),
+        parameter("norm.weight", "[6] G(dp, tp)", aliases=("head.weight",)),
         parameter("layers.0.weight", "[10/tp, 6] G(dp)"),
         parameter("layers.0.bias", "[10/tp] G(dp)"),
         parameter("layers.1.weight", "[6, 10/tp] G(dp)"),
         parameter("layers.1.bias", "[6] G(dp)"),
         parameter("mesh.weight", "[6] G(dp)"),
+        parameter("head.bias", "[6] G(dp)"),
         Declaration("mean", "buffer", Layout.parse("[6]"), dtype),
         Declaration("shift", "buffer", Layout.parse("[6]"), dtype, persistent=False),
         Declaration("const_0", "constant", Layout.parse("[6]"), dtype, persistent=False),
@@ -108,7 +111,7 @@ class MLP(ParallelModule):
         h = torch.tanh(linear(h, self.layers[0].weight, self.layers[0].bias))      # [batch/dp, 10/tp]
         y = linear(h, self.layers[1].weight)                                       # [batch/dp, 6] P(tp)
         y = all_reduce(y, tp) + self.layers[1].bias                                # [batch/dp, 6]
-        y = y * self.weights("mesh.weight") + self.shift * self.gain + self.const_0
+        y = y * self.weights("mesh.weight") + self.shift * self.gain + self.const_0 + self.head.bias
         loss = all_reduce(((y - target) ** 2).sum(), dp)                           # []
         if self.training:
             mean = all_reduce(y.sum(0), dp) / (dp.size * y.size(0))

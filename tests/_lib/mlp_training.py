@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mlp_files import MLP, make_batch
+from mlp_files import MLP, declarations, make_batch
 from torch import Tensor, nn
 
 from shardwright.runtime.loader import load_class
@@ -63,13 +63,12 @@ def assert_equal_pieces(directory: Path, reference: dict[str, Any], results: lis
             assert result[kind].keys() == reference[kind].keys()
             for name, tensor in result[kind].items():
                 expected = piece_of(cls, rank, name, reference[kind][name].detach())
-                torch.testing.assert_close(tensor, expected, rtol=rtol, atol=rtol, msg=lambda text: f"{kind} {name}: {text}")  # noqa: B023
+                difference = (tensor - expected).abs().max().item() if tensor.numel() else 0.0
+                assert difference <= rtol * max(1.0, expected.abs().max().item()), f"{kind} {name}: off by {difference}"
 
 
 def piece_of(cls: Any, rank: int, name: str, whole: Tensor) -> Tensor:
     """The piece of a whole tensor that a rank holds."""
-    from mlp_files import declarations
-
     layout = next(d.layout for d in declarations() if d.name == name)
     coords = cls.mesh.coords(rank % cls.mesh.size)
     for dim in range(whole.ndim):

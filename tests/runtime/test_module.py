@@ -41,7 +41,7 @@ def test_original_names_and_order(files):
         module = load_class(files)()
         assert [name for name, _ in module.named_parameters()] == [name for name, _ in original.named_parameters()]
         assert set(module.state_dict()) == {*original.state_dict(), "_extra_state"}
-        assert module.norm.weight is module.tied.weight is module["norm.weight"]
+        assert module.norm.weight is module.head.weight is module["norm.weight"]
         assert not module.gain.requires_grad
         assert {name for name, _ in module.named_buffers()} == {"mean", "shift", "const_0"}
         assert module.weights("mesh.weight") is dict(module.named_parameters())["mesh.weight"]
@@ -265,7 +265,7 @@ def test_state_dict_of_the_original(files, whole_files):
 
 def test_conversion_keeps_ties_and_the_device(whole_files):
     module = load_class(whole_files)().to(torch.float32)
-    assert module.norm.weight is module.tied.weight
+    assert module.norm.weight is module.head.weight
     assert module.norm.weight.dtype == torch.float32
     assert module.device == torch.device("cpu")
     assert module.to("meta").device == torch.device("meta")

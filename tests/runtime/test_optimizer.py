@@ -139,7 +139,7 @@ def test_several_backwards_add_up(tmp_path):
         return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
     plain = run_ranks(4, gradients, False, False)
-    assert all(len(g) == 6 for g in plain)
+    assert all(len(g) == 7 for g in plain)
     for other in (run_ranks(4, gradients, True, True), run_ranks(4, gradients, False, True)):
         for mine, theirs in zip(plain, other, strict=True):
             for name, gradient in mine.items():
@@ -168,7 +168,7 @@ def test_it_is_the_users_optimizer(tmp_path):
     assert optimizer.param_groups[0]["lr"] == 0.025 and calls == [optimizer, optimizer]
 
     state = optimizer.state_dict()
-    assert state["state"].keys() == set(range(1, 7)), "numbered like the original's parameters; `gain` is frozen"
+    assert state["state"].keys() == set(range(1, 8)), "numbered like the original's parameters; `gain` is frozen"
     other = build_optimizer(load_class(compiled(tmp_path, 1, 1))(), torch.optim.AdamW, lr=0.3)
     other.load_state_dict(state)
     assert other.param_groups[0]["lr"] == 0.025
@@ -259,7 +259,7 @@ def test_groups_by_name(tmp_path):
     names = {id(p): name for name, p in module.named_parameters()}
     groups = [([names[id(p)] for p in g["params"]], g["lr"], g["weight_decay"]) for g in optimizer.param_groups]
     assert groups == [
-        (["gain", "norm.weight", "layers.0.bias", "layers.1.bias", "mesh.weight"], 0.1, 0.0),
+        (["gain", "norm.weight", "layers.0.bias", "layers.1.bias", "mesh.weight", "head.bias"], 0.1, 0.0),
         (["layers.0.weight", "layers.1.weight"], 0.5, 0.2),
     ]
 

@@ -28,7 +28,8 @@ def alone(ranks=(0,)):
 
 def test_buckets_fill_in_order_and_never_mix():
     a, b = alone(), alone((1,))
-    sizes = [(a, 10, torch.float64), (b, 10, torch.float64), (a, 10, torch.float64), (a, 10, torch.float32), (a, 100, torch.float64)]
+    double, single = torch.float64, torch.float32
+    sizes = [(a, 10, double), (b, 10, double), (a, 10, double), (a, 10, single), (a, 100, double)]
     sums = [
         GradientSum(str(index), torch.nn.Parameter(torch.zeros(size, dtype=dtype)), group, size)
         for index, (group, size, dtype) in enumerate(sizes)
@@ -48,8 +49,8 @@ def test_gradients_are_views_of_the_buckets_and_are_reduced_in_one_call(files):
             optimizer.sync_shard_grad()
         grads = [p.grad for p in module.parameters() if p.grad is not None]
         assert len({g.untyped_storage().data_ptr() for g in grads}) == 1
-        # 60 + 10 + 60 + 6 elements of the layers, 6 + 6 of the vectors, and a flag for each of the 6 parameters
-        assert volume.elements("all_reduce", phase="gradients") == 148 + 6
+        # 60 + 10 + 60 + 6 elements of the layers, 6 + 6 + 6 of the vectors, and a flag for each of the 7 parameters
+        assert volume.elements("all_reduce", phase="gradients") == 154 + 7
         assert volume.calls("all_reduce") == 1
 
     run_ranks(2, train)
@@ -66,7 +67,7 @@ def test_with_overlap_the_sums_start_in_backward(files):
             optimizer.sync_shard_grad()
         return in_backward, volume.calls("all_reduce", phase="gradients")
 
-    assert run_ranks(2, train) == [(6, 0), (6, 0)]
+    assert run_ranks(2, train) == [(7, 0), (7, 0)]
 
 
 def test_ranks_that_use_different_parameters_reduce_in_one_order():
@@ -101,7 +102,7 @@ def test_hooks_see_flat_gradients_before_and_after(files):
         module(*make_batch(rank)).backward()
         optimizer.sync_shard_grad()
         torch.testing.assert_close(module.norm.weight.grad, 4 * first)
-        assert seen == [(148,), (148,)]
+        assert seen == [(154,), (154,)]
         return first
 
     reference = make_model()

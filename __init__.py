@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardwright.compiler.api import parallelize
     from shardwright.compiler.ir.graph import IRGraph
+    from shardwright.compiler.ops.register import register_op
     from shardwright.compiler.plan.plan import Plan
     from shardwright.policies.registry import register_policy
     from shardwright.runtime.broadcast import broadcast_weights
@@ -62,6 +63,7 @@ __all__ = [
     "count_communication",
     "load_class",
     "parallelize",
+    "register_op",
     "register_policy",
     "run_ranks",
 ]
@@ -90,6 +92,7 @@ _MODULES = {
     "count_communication": "shardwright.runtime.world",
     "load_class": "shardwright.runtime.loader",
     "parallelize": "shardwright.compiler.api",
+    "register_op": "shardwright.compiler.ops.register",
     "register_policy": "shardwright.policies.registry",
     "run_ranks": "shardwright.runtime.threads",
 }

@@ -1,0 +1,86 @@
+"""The code in the README and in docs/ is Python, and runs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DUMMY_ARGS = 'dummy_args = {"x": torch.zeros(8, 64), "target": torch.zeros(8, 64)}'
+
+
+def blocks(page: str) -> list[str]:
+    """The Python blocks of a page."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+
+
+def run_as_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, name: str) -> None:
+    """Import ``source`` from a file in ``tmp_path``, as a user's module, with that folder as the working directory."""
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module(name)
+
+
+def torchrun(folder: Path, script: str, num_ranks: int = 2) -> None:
+    """Run a script of ``folder`` on ranks that are processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", script]
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_is_python(page: Path) -> None:
+    for block in blocks(str(page.relative_to(ROOT))):
+        compile(block.replace("(..., ", "("), str(page), "exec")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert "://" in target or (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_first_compile_of_getting_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_as_module(tmp_path, monkeypatch, blocks("docs/getting-started.md")[0], "guide_first_compile")
+    assert len(list(tmp_path.rglob("gencode*.py"))) == 2
+
+
+def test_the_policy_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = blocks("docs/getting-started.md")[0]
+    policy = blocks("docs/custom-policies.md")[0].replace("config)", "config, load_module=False, instance_name='own')", 2)
+    policy = policy.replace("(graph, config, load_module=False, instance_name='own')", "(graph, config)")
+    run_as_module(tmp_path, monkeypatch, f"{first}\nmodel = Net()\n{DUMMY_ARGS}\n{policy}", "guide_policy")
+    assert "/tp" in next(path for path in tmp_path.rglob("gencode0.py") if "own" in path.parts).read_text()
+
+
+def test_the_registered_function_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_as_module(tmp_path, monkeypatch, "\n".join(blocks("docs/register-op.md")), "guide_register_op")
+
+
+def test_the_readme_trains_on_two_ranks(tmp_path: Path) -> None:
+    (tmp_path / "my_project.py").write_text(
+        "import torch\n"
+        "class MyModel(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.up, self.down = torch.nn.Linear(128, 64), torch.nn.Linear(64, 10)\n"
+        "    def forward(self, x, y):\n"
+        "        return torch.nn.functional.mse_loss(self.down(self.up(x).relu()), y)\n"
+        "def my_batches():\n"
+        "    generator = torch.Generator().manual_seed(0)\n"
+        "    for _ in range(3):\n"
+        "        yield torch.randn(8, 128, generator=generator), torch.randn(8, 10, generator=generator)\n"
+    )
+    (tmp_path / "train.py").write_text(blocks("README.md")[0])
+    torchrun(tmp_path, "train.py")
+    assert len(list(tmp_path.rglob("gencode*.py"))) == 2

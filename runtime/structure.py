@@ -61,12 +61,14 @@ LEAF_TYPES = (
 )
 
 
+_EXACT: dict[type, str] = {tuple: "tuple", list: "list", dict: "dict"}
+
+
 def kind(obj: Any) -> str:
     """``leaf``, ``tuple``, ``list``, ``dict`` or ``object``."""
     if isinstance(obj, LEAF_TYPES):
         return "leaf"
-    exact = {tuple: "tuple", list: "list", dict: "dict"}.get(type(obj))
-    return exact or "object"
+    return _EXACT.get(type(obj), "object")
 
 
 def children(obj: Any) -> tuple[tuple[Any, Any], ...]:
@@ -92,7 +94,7 @@ def type_path(obj: Any) -> str:
 def import_type(path: str) -> type:
     """The class at an import path made by :func:`type_path`."""
     module, _, qualname = path.partition(":")
-    return functools.reduce(getattr, qualname.split("."), importlib.import_module(module))  # type: ignore[arg-type,return-value]
+    return functools.reduce(getattr, qualname.split("."), importlib.import_module(module))  # type: ignore[return-value]
 
 
 def rebuild(cls: type | str, fields: Mapping[Any, Any]) -> Any:
@@ -105,7 +107,7 @@ def rebuild(cls: type | str, fields: Mapping[Any, Any]) -> Any:
         return cls(**fields)
     if dataclasses.is_dataclass(cls):
         init = {f.name for f in dataclasses.fields(cls) if f.init}
-        obj = cls(**{name: value for name, value in fields.items() if name in init})
+        obj: Any = cls(**{name: value for name, value in fields.items() if name in init})
         for name in fields.keys() - init:
             object.__setattr__(obj, name, fields[name])
         return obj

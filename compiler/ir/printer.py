@@ -1,6 +1,6 @@
 """Graphs as text, one line per operator.
 
-    %h: f32[4, 128, 768] = linear(%x, %weight, bias=%bias)  # transformer.h.0.mlp.c_fc  modeling_gpt2.py:123
+%h: f32[4, 128, 768] = linear(%x, %weight, bias=%bias)  # transformer.h.0.mlp.c_fc  modeling_gpt2.py:123
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ def print_graph(graph: IRGraph) -> str:
     used = set(graph.uses()) | {v.name for v in graph.outputs} | {v.name for pair in graph.buffer_updates for v in pair}
     lines = [f"graph {graph.name}"]
     for word, values in (("input", graph.inputs), ("parameter", graph.parameters), ("buffer", graph.buffers)):
-        for value in values:
-            if word == "input" or value.name in used:
-                lines.append(f"  {word} {print_value(value)}{_source_notes(value)}")
+        shown = (value for value in values if word == "input" or value.name in used)
+        lines += [f"  {word} {print_value(value)}{_source_notes(value)}" for value in shown]
     lines += [f"  constant {print_value(value)}" for value, _ in graph.constants]
     lines += [f"  default {name} = {print_arg(default)}" for name, default in graph.defaults]
     lines += [f"  where {print_size(condition)}" for condition in graph.conditions]

@@ -45,7 +45,11 @@ def verify(graph: IRGraph) -> None:
     known: dict[str, IRValue] = {}
     for value in graph.sources:
         _define(known, value, graph, None)
-    for kind, values in ((ValueKind.INPUT, graph.inputs), (ValueKind.PARAMETER, graph.parameters), (ValueKind.BUFFER, graph.buffers)):
+    for kind, values in (
+        (ValueKind.INPUT, graph.inputs),
+        (ValueKind.PARAMETER, graph.parameters),
+        (ValueKind.BUFFER, graph.buffers),
+    ):
         for value in values:
             _require(value.kind is kind, graph, None, f"%{value.name} stands among values of kind {kind.value}")
     for value, tensor in graph.constants:
@@ -67,7 +71,9 @@ def verify(graph: IRGraph) -> None:
         _require(before.kind is ValueKind.BUFFER, graph, None, f"%{before.name} is updated but is no buffer")
         _read(known, before, graph, None)
         _read(known, after, graph, None)
-        _require(before.shape == after.shape, graph, None, f"the update of %{before.name} has another shape: {print_value(after)}")
+        _require(
+            before.shape == after.shape, graph, None, f"the update of %{before.name} has another shape: {print_value(after)}"
+        )
     _verify_dynamic_dims(graph)
     if graph.eval_graph is not None:
         verify(graph.eval_graph)
@@ -104,13 +110,23 @@ def _all_leaves(op: IROp) -> Iterator[Any]:
 
 def _verify_rule(graph: IRGraph, op: IROp, rule: OpRule) -> None:
     for what, values, all_refs in (("operand", op.operands, rule.operands), ("result", op.results, rule.results)):
-        _require(len(values) == len(all_refs), graph, op, f"the rule {rule.annotation!r} has {len(all_refs)} {what}s, the operator {len(values)}")
+        _require(
+            len(values) == len(all_refs),
+            graph,
+            op,
+            f"the rule {rule.annotation!r} has {len(all_refs)} {what}s, the operator {len(values)}",
+        )
         for value, refs in zip(values, all_refs, strict=True):
             _verify_refs(graph, op, rule, value, refs)
 
 
 def _verify_refs(graph: IRGraph, op: IROp, rule: OpRule, value: IRValue, refs: TensorRefs) -> None:
-    _require(len(refs) == value.ndim, graph, op, f"the rule {rule.annotation!r} gives %{value.name} {len(refs)} dims, it has {value.ndim}")
+    _require(
+        len(refs) == value.ndim,
+        graph,
+        op,
+        f"the rule {rule.annotation!r} gives %{value.name} {len(refs)} dims, it has {value.ndim}",
+    )
     for dim, (size, dim_refs) in enumerate(zip(value.shape, refs, strict=True)):
         expected = product(_ref_size(rule, ref.factor, ref.segment) for ref in dim_refs)
         text = f"the rule {rule.annotation!r} gives dim {dim} of {print_value(value)} the size {print_size(expected)}"

@@ -52,7 +52,9 @@ def bind_arguments(module: torch.nn.Module, dummy_args: Mapping[str, Any]) -> Ar
     missing = [p.name for p in parameters if p.name in named and p.default is p.empty and p.name not in dummy_args]
     if missing:
         raise TraceError(
-            f"the dummy arguments lack {', '.join(missing)}", where=where, hint="give an example for every parameter without default"
+            f"the dummy arguments lack {', '.join(missing)}",
+            where=where,
+            hint="give an example for every parameter without default",
         )
     order = [*(key for key in named if key in dummy_args), *(key for key in dummy_args if key not in named)]
     defaults = tuple((p.name, p.default) for p in parameters if p.name in named and p.name not in dummy_args)

@@ -25,7 +25,9 @@ def check_hooks(module: torch.nn.Module) -> None:
                 hint="remove the hook before compiling; register reducer hooks on the optimizer instead",
             )
     if module_state._global_backward_hooks or module_state._global_backward_pre_hooks:
-        raise TraceError("a global module backward hook is registered, which tracing would lose", hint="remove it before compiling")
+        raise TraceError(
+            "a global module backward hook is registered, which tracing would lose", hint="remove it before compiling"
+        )
 
 
 def warn_mixed_training(module: torch.nn.Module) -> None:

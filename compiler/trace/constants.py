@@ -13,8 +13,18 @@ from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.trace.recorder import Recorder
 from shardwright.runtime.errors import TraceError
 
-
-_RANDOM = {"dropout", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "multinomial"}
+_RANDOM = {
+    "dropout",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "normal",
+    "multinomial",
+}
 _RANDOM |= {"bernoulli", "uniform", "poisson", "empty", "empty_like", "new_empty"}
 
 

@@ -31,7 +31,7 @@ class _DimSource(Source):
         return self._dim_name
 
     @property
-    def guard_source(self) -> GuardSource:  # type: ignore[override]
+    def guard_source(self) -> GuardSource:
         return GuardSource.CONSTANT
 
 
@@ -60,7 +60,9 @@ class Dynamic:
     def __init__(self, dims: Mapping[str, Mapping[int, str]], shapes: Mapping[str, torch.Size]) -> None:
         _check_paths(dims, shapes)
         self.env = _WatchedShapeEnv() if dims else None
-        self._dims = {path: {dim % max(len(shapes[path]), 1): name for dim, name in by_dim.items()} for path, by_dim in dims.items()}
+        self._dims = {
+            path: {dim % max(len(shapes[path]), 1): name for dim, name in by_dim.items()} for path, by_dim in dims.items()
+        }
         self._example: dict[str, int] = {}
         for path, by_dim in self._dims.items():
             for dim, name in by_dim.items():
@@ -142,7 +144,9 @@ def _check_paths(dims: Mapping[str, Mapping[int, str]], shapes: Mapping[str, tor
     """Raise :class:`TraceError` for a dynamic dim of an input that is not there."""
     for path, by_dim in dims.items():
         if path not in shapes:
-            raise TraceError(f"dynamic_dims names an input that is not among the arguments: {path!r}", hint=did_you_mean(path, list(shapes)))
+            raise TraceError(
+                f"dynamic_dims names an input that is not among the arguments: {path!r}", hint=did_you_mean(path, list(shapes))
+            )
         for dim in by_dim:
             if not -len(shapes[path]) <= dim < len(shapes[path]):
                 raise TraceError(f"dynamic_dims names dim {dim} of {path!r}, which has {len(shapes[path])} dims")

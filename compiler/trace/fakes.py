@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
 
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.trace.naming import Namer
 from shardwright.runtime.errors import TraceError
 
 
-class TraceMode(FakeTensorMode):
+class TraceMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fake tensors that keep out of the tracer's sight: what torch calls to make them is not part of the model.
 
     ``lift`` is called with every real tensor that comes to life in forward other than by a call the tracer sees
@@ -55,7 +56,7 @@ def module_tensors(module: torch.nn.Module) -> list[ModuleTensor]:
                 if tensor is None:
                     continue
                 name = f"{path}.{key}" if path else key
-                if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+                if is_lazy(tensor):
                     raise TraceError(f"{name} is not initialized", hint="call the lazy module once before compiling it")
                 persistent = key not in submodule._non_persistent_buffers_set
                 old = found.get(id(tensor))
@@ -92,7 +93,12 @@ def source_value(tensor: ModuleTensor, names: Namer) -> IRValue:
 def unchanged(module: torch.nn.Module) -> Iterator[None]:
     """Restore the attributes of every submodule on exit, the contents of their lists, dicts and sets included."""
     saved = [(submodule, dict(submodule.__dict__)) for submodule in module.modules()]
-    contents = [(value, value.copy()) for _, attributes in saved for value in attributes.values() if isinstance(value, list | dict | set)]
+    contents = [
+        (value, value.copy())
+        for _, attributes in saved
+        for value in attributes.values()
+        if isinstance(value, list | dict | set)
+    ]
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ views of the same root take their values anew when they are next read (:meth:`Re
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,8 +21,32 @@ METADATA_CHANGES = {name: name[:-1] for name in ("t_", "transpose_", "squeeze_",
 """In-place operators that change shape and strides but no element: the tensor becomes a view of what it was."""
 
 _TRANSPOSES = {"transpose", "swapaxes", "swapdims"}
-_RESHAPES = {"view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel", "_unsafe_view"}
-_IDENTITIES = {"detach", "data", "alias", "contiguous", "to", "float", "double", "type_as", "dropout", "Identity", "expand_as", "clone"}
+_RESHAPES = {
+    "view",
+    "reshape",
+    "view_as",
+    "reshape_as",
+    "flatten",
+    "unflatten",
+    "squeeze",
+    "unsqueeze",
+    "ravel",
+    "_unsafe_view",
+}
+_IDENTITIES = {
+    "detach",
+    "data",
+    "alias",
+    "contiguous",
+    "to",
+    "float",
+    "double",
+    "type_as",
+    "dropout",
+    "Identity",
+    "expand_as",
+    "clone",
+}
 
 
 def functional_form(function: Any, name: str) -> Callable[..., Any] | None:
@@ -139,6 +163,13 @@ def _aligned(items: tuple[Arg, ...], ndim: int) -> tuple[Arg, ...]:
     return (*given[:position], *[slice(None)] * missing, *given[position + 1 :])
 
 
+class _Step(NamedTuple):
+    """A call on the tensor that is assigned to: taking a part out, or putting it back."""
+
+    function: Callable[..., Any]
+    args: tuple[Arg, ...]
+
+
 def _assign_basic(recorder: Recorder, whole: IRValue, items: tuple[Arg, ...], dim: int, new: Arg) -> IRValue:
     """Assign from dim ``dim`` on: what the first item takes out is assigned to by the rest, and put back."""
     while items and items[0] == slice(None):
@@ -151,18 +182,21 @@ def _assign_basic(recorder: Recorder, whole: IRValue, items: tuple[Arg, ...], di
         start, stop, step = _bounds(item, size)
         length = -((start - stop) // step) if step != 1 else stop - start
         shape, shift = (*whole.shape[:dim], length, *whole.shape[dim + 1 :]), 1
-        scatter = (torch.slice_scatter, (dim, start, stop, step) if step != 1 else (dim, start, stop))
-        take: tuple[Any, tuple[Arg, ...]] = (torch.Tensor.__getitem__, ((*[slice(None)] * dim, item),))
+        bounds = (dim, start, stop, step) if step != 1 else (dim, start, stop)
+        take, put = (
+            _Step(torch.Tensor.__getitem__, ((*[slice(None)] * dim, item),)),
+            _Step(torch.slice_scatter, bounds),
+        )
     else:
         shape, shift = (*whole.shape[:dim], *whole.shape[dim + 1 :]), 0
-        scatter, take = (torch.select_scatter, (dim, item)), (torch.Tensor.select, (dim, item))
+        take, put = _Step(torch.Tensor.select, (dim, item)), _Step(torch.select_scatter, (dim, item))
     part_type = TensorType(shape, whole.dtype, whole.requires_grad)
     if all(other == slice(None) for other in rest):
         part = fitted(recorder, part_type, new)  # the old part is overwritten as a whole: no need to read it
     else:
-        part = _assign_basic(recorder, recorder.emit_one(take[0], part_type, whole, *take[1]), rest, dim + shift, new)
+        part = _assign_basic(recorder, recorder.emit_one(take.function, part_type, whole, *take.args), rest, dim + shift, new)
     like = TensorType(whole.shape, whole.dtype, whole.requires_grad or part.requires_grad)
-    return recorder.emit_one(scatter[0], like, whole, part, *scatter[1])
+    return recorder.emit_one(put.function, like, whole, part, *put.args)
 
 
 def _bounds(item: slice, size: Any) -> tuple[Any, Any, Any]:
@@ -170,7 +204,13 @@ def _bounds(item: slice, size: Any) -> tuple[Any, Any, Any]:
         return item.indices(size)
     start = 0 if item.start is None else item.start
     stop = size if item.stop is None else item.stop
-    return (start + size if start < 0 else start), (stop + size if stop < 0 else stop), item.step or 1
+    return _from_start(start, size), _from_start(stop, size), item.step or 1
+
+
+def _from_start(bound: Any, size: Any) -> Any:
+    """A bound counted from the start; one whose sign depends on a dynamic size is not negative."""
+    negative = bound < 0 if isinstance(bound, int) else bound.is_negative
+    return bound + size if negative else bound
 
 
 def fitted(recorder: Recorder, like: IRValue | TensorType, new: Arg) -> IRValue:
@@ -204,7 +244,9 @@ def _assign_by_tensors(recorder: Recorder, whole: IRValue, items: tuple[Arg, ...
         return recorder.emit_one(torch.Tensor.masked_fill, like, whole, mask, new)
     value = new if isinstance(new, IRValue) else fitted(recorder, TensorType((), whole.dtype, False), new)
     if value.dtype != whole.dtype:
-        value = recorder.emit_one(torch.Tensor.to, TensorType(value.shape, whole.dtype, value.requires_grad), value, whole.dtype)
+        value = recorder.emit_one(
+            torch.Tensor.to, TensorType(value.shape, whole.dtype, value.requires_grad), value, whole.dtype
+        )
     if all(isinstance(item, IRValue) for item in items):
         return recorder.emit_one(torch.Tensor.index_put, like, whole, items, value)
     if all(isinstance(item, IRValue) or item == slice(None) for item in items):

@@ -70,7 +70,9 @@ def bind(function: Any, args: tuple[Arg, ...], kwargs: Mapping[str, Arg], *, whe
             args, kwargs = normalise(args, dict(kwargs))
         return Bound(opdef.name, opdef.bind(tuple(args), kwargs), opdef.name)
     except AnnotationError as error:
-        raise TraceError(f"a call of {opdef.name} does not fit its entry in the operator table", where=where, why=str(error)) from error
+        raise TraceError(
+            f"a call of {opdef.name} does not fit its entry in the operator table", where=where, why=str(error)
+        ) from error
 
 
 def on_rank_device(function: Any, kwargs: Mapping[str, Arg], dtype: torch.dtype) -> dict[str, Arg]:

@@ -36,7 +36,8 @@ def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
 @contextmanager
 def patched(scope: Scope, apply_function: Callable[..., Any], note_training: Callable[[], None]) -> Iterator[None]:
     """All patches. ``apply_function(cls, original, args, kwargs)`` records ``cls.apply``; ``note_training`` is called when
-    a module reads ``self.training``."""
+    a module reads ``self.training``.
+    """
     with ExitStack() as stack:
         stack.enter_context(_functions_applied_by(apply_function))
         stack.enter_context(_checkpoints_traced_through(scope))

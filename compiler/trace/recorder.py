@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.trace.dynamic import Dynamic
 from shardwright.compiler.trace.naming import Namer
 from shardwright.compiler.trace.normalise import bind
+from shardwright.compiler.trace.scope import Scope
 from shardwright.compiler.trace.source import assigned_names, location_of, user_frame
 from shardwright.runtime.errors import TraceError
 
@@ -69,20 +70,10 @@ class Variable:
         return variable
 
 
-class ModuleScope(Protocol):
-    """Tells which module runs, and in which recompute region."""
-
-    path: str
-    type_name: str
-    is_library: bool
-    is_leaf: bool
-    region: str | None
-
-
 class Recorder:
     """Collects operators; tensors are known by identity and kept alive for that."""
 
-    def __init__(self, scope: ModuleScope, dynamic: Dynamic) -> None:
+    def __init__(self, scope: Scope, dynamic: Dynamic) -> None:
         self.scope = scope
         self.dynamic = dynamic
         self.names = Namer()
@@ -127,7 +118,9 @@ class Recorder:
         if variable.version != root.version:
             assert variable.parent is not None and variable.call is not None
             call = replace(variable.call, args=(self.current(variable.parent), *variable.call.args[1:]))
-            values = self.emit(call, [TensorType(v.value.shape, v.value.dtype, v.value.requires_grad) for v in variable.siblings])
+            values = self.emit(
+                call, [TensorType(v.value.shape, v.value.dtype, v.value.requires_grad) for v in variable.siblings]
+            )
             for sibling, value in zip(variable.siblings, values, strict=True):
                 sibling.value, sibling.version = value, root.version
         return variable.value
@@ -227,4 +220,3 @@ def autocast_dtype() -> torch.dtype | None:
         if torch.is_autocast_enabled(device_type):
             return torch.get_autocast_dtype(device_type)
     return None
-

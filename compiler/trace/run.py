@@ -147,7 +147,9 @@ class _Run:
             now = holder.get(key)
             if tensor.is_parameter:
                 if now is not fake:
-                    raise TraceError(f"forward replaces the parameter {tensor.names[0]}", hint="parameters are changed by the optimizer only")
+                    raise TraceError(
+                        f"forward replaces the parameter {tensor.names[0]}", hint="parameters are changed by the optimizer only"
+                    )
                 continue
             if now is None:
                 raise TraceError(f"forward removes the buffer {tensor.names[0]}", hint="keep it, and change its contents")
@@ -159,6 +161,7 @@ class _Run:
         written = [value.name for path, (value, variable) in self._input_variables.items() if variable.version]
         if written:
             warnings.warn(
-                f"forward changes its arguments in place: {', '.join(written)}; the compiled module leaves the caller's tensors as they are",
+                f"forward changes its arguments in place: {', '.join(written)}; "
+                "the compiled module leaves the caller's tensors as they are",
                 stacklevel=4,
             )

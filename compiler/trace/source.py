@@ -12,8 +12,9 @@ from types import CodeType, FrameType
 import torch
 
 from shardwright.compiler.ir.value import SourceLocation
+from shardwright.compiler.ops import dispatch
 
-_SKIPPED = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, "<")
+_SKIPPED = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, dispatch.__file__, "<")
 
 
 def user_frame() -> FrameType | None:

@@ -26,14 +26,13 @@ from shardwright.compiler.trace.opening import opened
 from shardwright.compiler.trace.recorder import Call, Recorder, TensorType, Variable, autocast_dtype
 from shardwright.runtime.errors import ShardwrightError, TraceError
 
-opaque: dict[Callable[..., Any], str] = {}
-"""Functions kept as one operator although they have no entry in the registry, with a word for each."""
-
 _LITERALS = {torch.tensor, torch.as_tensor, torch.asarray}
-_UNRECORDED = {"requires_grad_", "is_floating_point", "retain_grad", "__repr__", "__format__", "__str__", "__hash__", "__delete__"}
+_UNRECORDED = {"requires_grad_", "is_floating_point", "retain_grad", "__repr__", "__format__", "__str__", "__hash__"}
 _TENSOR_PROPERTIES = {"T", "mT", "H", "mH", "data", "real", "imag", "grad"}
-_VALUE_READERS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__", "is_nonzero"}
-_VALUE_READERS |= {"equal", "allclose", "__contains__", "nonzero", "unique", "unique_consecutive", "masked_select", "argwhere", "bincount"}
+_VALUE_READERS = {
+    "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__", "__contains__",
+    "is_nonzero", "equal", "allclose", "nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount",
+}  # fmt: skip
 _CASTS = {"to", "float", "double", "half", "bfloat16", "int", "long", "bool", "type", "type_as"}
 _DEVICE_MOVES = {"cpu", "cuda", "xpu"}
 _CPU = torch.device("cpu")
@@ -53,7 +52,9 @@ class Tracer(TorchFunctionMode):
         self._running = 0  # calls being executed: what they call themselves is not recorded
         self._open: list[Any] = []  # composites that run opened now
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         name = plain_name(func)
         if is_setter(func):
@@ -79,7 +80,9 @@ class Tracer(TorchFunctionMode):
         if func in _LITERALS and not _has_traced(args, kwargs):
             return self._literal(func, args, kwargs)
         if name in _GRADIENT_HOOKS:
-            raise self._error(f"forward calls {name}() on a tensor, which tracing would lose", "write it as a torch.autograd.Function")
+            raise self._error(
+                f"forward calls {name}() on a tensor, which tracing would lose", "write it as a torch.autograd.Function"
+            )
         if name in _VALUE_READERS and (real := self._real_values(args)) is not None:
             with unset_fake_temporarily():
                 return func(*real, **kwargs)
@@ -101,7 +104,7 @@ class Tracer(TorchFunctionMode):
             return self._reshaped_in_place(func, name, args, kwargs)
         if (functional := inplace.functional_form(func, name)) is not None:
             return self._in_place(func, functional, args, kwargs, args, kwargs)
-        if func not in opaque and func not in self._open and registry.find(func) is None and (parts := opened(func)) is not None:
+        if func not in self._open and registry.find(func) is None and (parts := opened(func)) is not None:
             return self._run_open(func, parts, args, kwargs)
         return self.record(func, name, args, kwargs)
 
@@ -167,13 +170,21 @@ class Tracer(TorchFunctionMode):
     # in-place operators
 
     def _in_place(
-        self, func: Any, functional: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pure_args: tuple[Any, ...], pure_kwargs: dict[str, Any]
+        self,
+        func: Any,
+        functional: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        pure_args: tuple[Any, ...],
+        pure_kwargs: dict[str, Any],
     ) -> Any:
         """Record ``functional`` in the place of ``func``, which writes to its first argument."""
         target, recorder = args[0] if args else kwargs["input"], self._recorder
         fresh = self.record(functional, plain_name(functional), pure_args, pure_kwargs)
         value = recorder.value(fresh)
-        value = inplace.fitted(recorder, TensorType(tuple(recorder.value(target).shape), target.dtype, value.requires_grad), value)
+        value = inplace.fitted(
+            recorder, TensorType(tuple(recorder.value(target).shape), target.dtype, value.requires_grad), value
+        )
         out = self._run(func, args, kwargs)
         inplace.write(recorder, recorder.variable(target), value)
         return out
@@ -232,6 +243,8 @@ class Tracer(TorchFunctionMode):
         return arg
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if (fake := getattr(func, "fake", None)) is not None:
+            return _differentiable(fake(*args, **kwargs), (args, kwargs))
         func = _FAKE_FORMS.get(func, func)
         dtype = autocast_dtype()
         self._running += 1
@@ -323,6 +336,14 @@ def _distinct(out: Any, results: list[torch.Tensor], inputs: list[torch.Tensor])
     return out, [out]
 
 
+def _differentiable(out: Any, args: Any) -> Any:
+    """The made-up result of a call, requiring a gradient where the real one would."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(args)):
+        for tensor in _tensors(out):
+            tensor.requires_grad_(tensor.is_floating_point())
+    return out
+
+
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
     """The shape of a grouped product: torch's rule for fake tensors refuses float32, its CPU kernel does not."""
     if offs is None or (a.ndim == 3 and b.ndim == 3):
@@ -330,4 +351,8 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor | None =
     return a @ b[0] if b.ndim == 3 else torch.stack([a @ b] * offs.shape[0])
 
 
-_FAKE_FORMS = {getattr(home, name): _grouped_mm for home, name in ((torch.nn.functional, "grouped_mm"), (torch, "_grouped_mm")) if hasattr(home, name)}
+_FAKE_FORMS = {
+    getattr(home, name): _grouped_mm
+    for home, name in ((torch.nn.functional, "grouped_mm"), (torch, "_grouped_mm"))
+    if hasattr(home, name)
+}

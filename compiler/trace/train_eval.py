@@ -34,7 +34,9 @@ def merge(train: IRGraph, eval_: IRGraph) -> IRGraph:
 class _Merge:
     def __init__(self, train: IRGraph, eval_: IRGraph) -> None:
         self.train, self.eval = train, eval_
-        self.in_train = {value.name: value for value in train.sources if value.kind is not ValueKind.CONSTANT}  # eval's name -> train's value
+        self.in_train = {
+            value.name: value for value in train.sources if value.kind is not ValueKind.CONSTANT
+        }  # eval's name -> train's value
         self.train_constants = {value.name: tensor for value, tensor in train.constants}
         self.eval_constants = {value.name: tensor for value, tensor in eval_.constants}
 
@@ -63,7 +65,12 @@ class _Merge:
         return replace(self.train, ops=tuple(merged[op.name] for op in self.train.ops))
 
     def _op(self, a: IROp, b: IROp) -> IROp:
-        if a.target != b.target or len(a.results) != len(b.results) or a.autocast != b.autocast or a.grad_enabled != b.grad_enabled:
+        if (
+            a.target != b.target
+            or len(a.results) != len(b.results)
+            or a.autocast != b.autocast
+            or a.grad_enabled != b.grad_enabled
+        ):
             raise _Different
         left, right = dict(a.args), dict(b.args)
         names = [*left, *(name for name in right if name not in left)]

@@ -37,7 +37,9 @@ class _Run:
         self.sizes: dict[sympy.Symbol, int] = {}
 
     def run(self, args: Mapping[str, Any]) -> Any:
-        tensors = dict(self.module.named_parameters(remove_duplicate=False)) | dict(self.module.named_buffers(remove_duplicate=False))
+        tensors = dict(self.module.named_parameters(remove_duplicate=False)) | dict(
+            self.module.named_buffers(remove_duplicate=False)
+        )
         for value in (*self.graph.parameters, *self.graph.buffers):
             self.values[value.name] = tensors[value.fqn]
         self.values.update({value.name: tensor for value, tensor in self.graph.constants})

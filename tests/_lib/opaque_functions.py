@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.compiler.ops.dispatch import dispatched
+
 
 class Cube(torch.autograd.Function):
     """``x ** 3`` with a backward of its own, which is not its derivative."""
@@ -46,3 +48,20 @@ def _(x: Tensor) -> Tensor:
 
 
 double.register_autograd(lambda ctx, grad: grad * 2)
+
+
+def route(x: Tensor, keep: float) -> Tensor:
+    """Looks at values: it cannot run on fake tensors."""
+    result = x * 1
+    for row in range(x.shape[0]):
+        if x[row].sum().item() > keep:
+            result[row] = x[row] * 2
+    return result
+
+
+route = dispatched(route, fake=lambda x, keep: torch.empty_like(x))
+
+
+@dispatched
+def gated(x: Tensor, gate: Tensor, *, power: int = 1) -> Tensor:
+    return x * gate.sigmoid() ** power

@@ -66,7 +66,9 @@ def _with_gradients(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _backward(leaves: Any) -> None:
-    total = sum((leaf.double().sin().sum() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad), torch.zeros(()))
+    total = sum(
+        (leaf.double().sin().sum() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad), torch.zeros(())
+    )
     if total.requires_grad:
         total.backward()
 

@@ -33,7 +33,9 @@ class Captures(nn.Module):
 def test_captured_tensors_and_literals() -> None:
     graph = traced(Captures(), {"x": X})
     named = {value.name: tensor for value, tensor in graph.constants}
-    assert torch.equal(named["table"], torch.ones(4, dtype=torch.float64) * 3), "an attribute gives its name, and is one constant"
+    assert torch.equal(named["table"], torch.ones(4, dtype=torch.float64) * 3), (
+        "an attribute gives its name, and is one constant"
+    )
     assert any(torch.equal(tensor, GLOBAL) for tensor in named.values())
     assert any(tensor.dtype == torch.int64 and tensor.tolist() == [0, 2] for tensor in named.values())
     assert all(type(tensor) is torch.Tensor for tensor in named.values())
@@ -74,5 +76,7 @@ def test_randomness_stays_an_operator() -> None:
 def test_a_captured_meta_tensor_is_refused() -> None:
     with torch.device("meta"):
         module = Captures()
-    with pytest.raises(TraceError, match="the model uses a tensor on the meta device that is neither parameter nor buffer: table\n"):
+    with pytest.raises(
+        TraceError, match="the model uses a tensor on the meta device that is neither parameter nor buffer: table\n"
+    ):
         trace(module, {"x": X})

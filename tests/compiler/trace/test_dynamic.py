@@ -47,8 +47,14 @@ def test_one_name_is_one_size() -> None:
     with pytest.raises(TraceError) as caught:
         trace(Adds(), {"x": X, "y": X}, dynamic_dims={"x": {0: "n"}, "y": {0: "m"}})
     text = str(caught.value)
-    assert text.startswith("the model fixes the dynamic dim ") and "in terms of another one: " in text and "test_dynamic.py:" in text
-    with pytest.raises(TraceError, match="dynamic dim 'n' has two sizes in the dummy arguments\n  where: dim 0 of y\n  why:   3 here, 4 before"):
+    assert (
+        text.startswith("the model fixes the dynamic dim ")
+        and "in terms of another one: " in text
+        and "test_dynamic.py:" in text
+    )
+    with pytest.raises(
+        TraceError, match="dynamic dim 'n' has two sizes in the dummy arguments\n  where: dim 0 of y\n  why:   3 here, 4 before"
+    ):
         trace(Adds(), {"x": X, "y": X[:3]}, dynamic_dims={"x": {0: "n"}, "y": {0: "n"}})
 
 
@@ -96,7 +102,9 @@ def test_branches_on_sizes_become_conditions() -> None:
 
 
 def test_wrong_declarations() -> None:
-    with pytest.raises(TraceError, match="dynamic_dims names an input that is not among the arguments: 'xx'\n  try:   did you mean 'x'?"):
+    with pytest.raises(
+        TraceError, match="dynamic_dims names an input that is not among the arguments: 'xx'\n  try:   did you mean 'x'?"
+    ):
         trace(Computes(), {"x": X}, dynamic_dims={"xx": {0: "n"}})
     with pytest.raises(TraceError, match="dynamic_dims names dim 2 of 'x', which has 2 dims"):
         trace(Computes(), {"x": X}, dynamic_dims={"x": {2: "n"}})

@@ -18,7 +18,10 @@ def test_dynamic_batch_and_sequence(name: str) -> None:
     with float64_casts():
         model = entry.build()
         graph = traced(model, inputs, dynamic_dims=dims)
-        assert {str(symbol) for value in graph.inputs for size in value.shape for symbol in size.free_symbols} == {"batch", "seq"}
+        assert {str(symbol) for value in graph.inputs for size in value.shape for symbol in size.free_symbols} == {
+            "batch",
+            "seq",
+        }
         assert graph.conditions == ()
         same_as_eager(graph, model, entry.inputs(batch=3, seq=11))
         same_as_eager(graph, model, entry.inputs(batch=1, seq=5))

@@ -236,7 +236,9 @@ def through_unfold(x: Tensor, y: Tensor) -> Tensor:
 
 
 def test_a_write_through_an_exotic_view_is_refused() -> None:
-    with pytest.raises(TraceError, match=r"an in-place operator changes a view made by unfold\(\)\n  where: .*test_inplace.py:\d+ in"):
+    with pytest.raises(
+        TraceError, match=r"an in-place operator changes a view made by unfold\(\)\n  where: .*test_inplace.py:\d+ in"
+    ):
         trace(Apply(through_unfold), {"x": X, "y": Y})
 
 

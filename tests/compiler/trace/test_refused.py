@@ -65,7 +65,14 @@ def to_numpy(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("function", "name"),
-    [(branches, "__bool__"), (item, "item"), (loops, "item"), (nonzero, "nonzero"), (mask_select, "__getitem__"), (to_numpy, "numpy")],
+    [
+        (branches, "__bool__"),
+        (item, "item"),
+        (loops, "item"),
+        (nonzero, "nonzero"),
+        (mask_select, "__getitem__"),
+        (to_numpy, "numpy"),
+    ],
 )
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_values_are_needed(function: object, name: str, dynamic: bool) -> None:

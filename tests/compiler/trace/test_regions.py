@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from opaque_functions import Cube, Split, double
+from opaque_functions import Cube, Split, double, gated, route
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from tracing import traced
 
 from shardwright.compiler.ir.value import ValueKind
+from shardwright.compiler.ops import registry
 from shardwright.compiler.trace import trace
 
 X = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -52,7 +53,9 @@ def test_recompute_regions(use_reentrant: bool) -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_of_transformers(use_reentrant: bool) -> None:
-    config = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=11, n_positions=8, bos_token_id=0, eos_token_id=0)
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=8, n_head=2, vocab_size=11, n_positions=8, bos_token_id=0, eos_token_id=0
+    )
     model = transformers.GPT2LMHeadModel(config)
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     ids = torch.tensor([[1, 2, 3, 4]])
@@ -104,7 +107,16 @@ def test_names_sources_and_modules() -> None:
     graph = traced(nn.ModuleDict({"a": Block()})["a"], {"x": X})
     assert [op.name for op in graph.ops] == ["up", "hidden", "down", "add"]
     nested = trace(nn.Sequential(Block(), Block()), {"input": X})
-    assert [op.name for op in nested.ops] == ["_0_up", "_0_hidden", "_0_down", "_0_add", "_1_up", "_1_hidden", "_1_down", "_1_add"]
+    assert [op.name for op in nested.ops] == [
+        "_0_up",
+        "_0_hidden",
+        "_0_down",
+        "_0_add",
+        "_1_up",
+        "_1_hidden",
+        "_1_down",
+        "_1_add",
+    ]
     hidden = nested.ops[1]
     assert (hidden.module_path, hidden.module_type) == ("0", "Block")
     assert hidden.source is not None and hidden.source.file == __file__ and hidden.source.function == "forward"
@@ -125,7 +137,11 @@ def test_tied_parameters_are_one_value() -> None:
             return self.again(self.embed(ids))
 
     (weight,) = traced(Tied(), {"ids": torch.tensor([0, 3])}).parameters
-    assert weight.fqn == "embed.weight" and weight.aliases == ("head.weight", "again.weight") and weight.kind is ValueKind.PARAMETER
+    assert (
+        weight.fqn == "embed.weight"
+        and weight.aliases == ("head.weight", "again.weight")
+        and weight.kind is ValueKind.PARAMETER
+    )
 
 
 def test_requires_grad_is_propagated() -> None:
@@ -155,8 +171,45 @@ class Opaque(nn.Module):
 def test_autograd_functions_and_custom_ops_stay_one_operator() -> None:
     graph = traced(Opaque(), {"x": X})
     targets = [op.target for op in graph.ops]
-    assert targets[:3] == ["opaque_functions.Cube.apply", "opaque_functions.Split.apply", "torch.ops.shardwright_tests.double.default"]
+    assert targets[:3] == [
+        "opaque_functions.Cube.apply",
+        "opaque_functions.Split.apply",
+        "torch.ops.shardwright_tests.double.default",
+    ]
     assert len(targets) == 4
+
+
+class Routes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(X[0].clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return route(gated(x, self.gate, power=2), 0.1)
+
+
+def test_dispatched_functions_stay_one_operator() -> None:
+    graph = traced(Routes(), {"x": X})
+    assert [op.target for op in graph.ops] == ["opaque_functions.gated", "opaque_functions.route"]
+    assert graph.ops[0].arg("power") == 2 and graph.ops[1].results[0].requires_grad
+
+
+def test_registered_functions_have_their_canonical_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry.load_tables()
+    monkeypatch.setattr(registry, "OPS", dict(registry.OPS))
+    monkeypatch.setattr(registry, "CALLABLES", dict(registry.CALLABLES))
+    registry.define("gated", "x, gate, *, power=1", "gated", "b h, h -> b h", gated)
+    registry.define("cube", "x, scale", "Cube.apply", "b h -> b h", Cube)
+
+    class Both(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Cube.apply(gated(x, x[0]), 2.0)
+
+    ops = trace(Both(), {"x": X}).ops
+    assert [(op.target, [name for name, _ in op.args]) for op in ops[1:]] == [
+        ("gated", ["x", "gate"]),
+        ("cube", ["x", "scale"]),
+    ]
 
 
 @torch.jit.script

@@ -45,7 +45,9 @@ class Holder:
 
 
 class Nested(nn.Module):
-    def forward(self, batch: Batch, pairs: list[Any], *, options: dict[str, Any] | None = None, unused: int = 3, **more: Any) -> Any:
+    def forward(
+        self, batch: Batch, pairs: list[Any], *, options: dict[str, Any] | None = None, unused: int = 3, **more: Any
+    ) -> Any:
         x = batch.x * batch.scale + (batch.extra["bias"] if batch.extra else 0)
         a, (b, c) = pairs
         if options and options["negate"]:
@@ -71,7 +73,14 @@ def arguments() -> dict[str, Any]:
 
 def test_nested_arguments_and_results() -> None:
     graph = traced(Nested(), arguments())
-    assert [value.name for value in graph.inputs] == ["batch_x", "batch_extra_bias", "pairs_0", "pairs_1_0", "pairs_1_1", "also"]
+    assert [value.name for value in graph.inputs] == [
+        "batch_x",
+        "batch_extra_bias",
+        "pairs_0",
+        "pairs_1_0",
+        "pairs_1_1",
+        "also",
+    ]
     assert [name for name, _ in graph.signature] == ["batch", "pairs", "options", "also"]
     assert graph.defaults == (("unused", 3),)
     leaves = dict(dict(graph.signature)["batch"].leaves())

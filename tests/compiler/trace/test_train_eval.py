@@ -50,7 +50,7 @@ def test_batch_norm_counts_batches_in_training_only() -> None:
     norm = next(op for op in graph.ops if op.target == "batch_norm")
     assert [value.fqn for value in norm.operands[1:3]] == ["1.running_mean", "1.running_var"]
     assert norm.arg("training") == WhenTraining(True, False)
-    (before, after), = graph.buffer_updates
+    ((before, after),) = graph.buffer_updates
     assert before.fqn == "1.num_batches_tracked"
     assert next(op for op in graph.ops if after in op.results).only_in == "train"
 
@@ -85,7 +85,9 @@ def test_another_structure_gives_two_bodies() -> None:
     graph = traced(TwoBodies(), {"x": X})
     assert graph.eval_graph is not None
     assert {v.name for v in graph.eval_graph.parameters} == {v.name for v in graph.parameters}
-    assert [v.name for v, _ in graph.constants] == ["const_0"] and [v.name for v, _ in graph.eval_graph.constants] == ["const_0_eval"]
+    assert [v.name for v, _ in graph.constants] == ["const_0"] and [v.name for v, _ in graph.eval_graph.constants] == [
+        "const_0_eval"
+    ]
     assert graph.buffer_updates and not graph.eval_graph.buffer_updates
 
 
@@ -130,6 +132,8 @@ def test_an_overridden_train_is_respected() -> None:
 def test_mixed_modes_are_reported() -> None:
     module = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Dropout(0.1))
     module[1].eval()
-    with pytest.warns(UserWarning, match="the module is in training mode but these submodules are in eval mode: 1; the compiled"):
+    with pytest.warns(
+        UserWarning, match="the module is in training mode but these submodules are in eval mode: 1; the compiled"
+    ):
         trace(module, {"input": X.float()})
     assert [m.training for m in module] == [True, False, True]

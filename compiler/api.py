@@ -105,7 +105,8 @@ def parallelize(
     loaded = job.every_rank_does(lambda: _load(order.directory, made))
     if order.source.module is None:
         return loaded
-    return loaded(init_params=init_module_params).train(order.source.module.training)
+    parallel = job.every_rank_does(lambda: loaded(init_params=init_module_params))
+    return parallel.train(order.source.module.training)
 
 
 def _title(module_or_class: Any) -> str:

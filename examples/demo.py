@@ -122,12 +122,13 @@ def main() -> None:
         one = train(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
         report(console, one, run_ranks(folder))
 
+    tools = os.path.relpath(Path(sys.executable).parent)
     console.print("Next:")
-    console.print("  torchrun --nproc-per-node 2 examples/train_gpt2.py --policy tp     a Hugging Face GPT-2, unmodified")
-    console.print(
-        "  python examples/compile_offline.py                                 a 7B Llama for 8 ranks, on this machine"
-    )
-    console.print("  docs/getting-started.md                                            your own model")
+    console.print("  a Hugging Face GPT-2, unmodified, its logits cut over two ranks:")
+    console.print(f"    {tools}/torchrun --nproc-per-node 2 examples/train_gpt2.py --policy tp --check")
+    console.print("  a 7B Llama compiled for 8 ranks on this machine, in seconds and without its weights:")
+    console.print(f"    {tools}/python examples/compile_offline.py")
+    console.print("  your own model: docs/getting-started.md")
 
 
 if __name__ == "__main__":

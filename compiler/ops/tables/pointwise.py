@@ -125,6 +125,8 @@ _UNARY = {
 }
 for _name, _others in _UNARY.items():
     define(_name, "input", f"torch.{_name}", NONLINEAR, *callables(_name, *_others))
+for _name in ("bessel_j0", "bessel_j1", "entr", "erfcx", "i0e", "i1", "i1e", "log_ndtr", "ndtr", "ndtri"):
+    define(_name, "input", f"torch.special.{_name}", NONLINEAR, getattr(torch.special, _name))
 for _name in ("deg2rad", "rad2deg", "positive", "conj_physical", "resolve_conj", "resolve_neg"):
     define(_name, "input", f"torch.{_name}", LINEAR, *callables(_name))
 define("conj", "input", "torch.conj", LINEAR, *callables("conj"))

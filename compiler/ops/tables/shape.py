@@ -432,7 +432,15 @@ def _unfold(op: IROp) -> OpRule:
 
 
 define("roll", "input, shifts, dims=None", "torch.roll", _frozen_dims("dims"), *callables("roll"))
-define("flip", "input, *dims", ".flip", _frozen_dims("dims"), *callables("flip"))
+define(
+    "flip",
+    "input, *dims",
+    ".flip",
+    _frozen_dims("dims"),
+    *callables("flip"),
+    *through(lambda args, kwargs: ((*args, 0), kwargs), callables("flipud")),
+    *through(lambda args, kwargs: ((*args, 1), kwargs), callables("fliplr")),
+)
 define("tril", "input, diagonal=0", "torch.tril", _triangle, *callables("tril"))
 define("triu", "input, diagonal=0", "torch.triu", _triangle, *callables("triu"))
 define("pad", "input, pad, mode='constant', value=None", "F.pad", _pad, F.pad)

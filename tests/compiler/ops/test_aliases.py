@@ -89,6 +89,7 @@ OWN_ARGUMENTS: dict[Any, tuple[Any, ...]] = {
     torch.Tensor.expand_as: (X, X[None]),
     torch.Tensor.mT.__get__: (X,),
     torch.Tensor.T.__get__: (X,),
+    **dict.fromkeys([torch.flipud, torch.fliplr, torch.Tensor.flipud, torch.Tensor.fliplr], (X,)),
     torch.unsafe_split: (X, 2, 1),
     torch.Tensor.unsafe_split: (X, 2, 1),
 }

@@ -54,6 +54,12 @@ def test_getitem(index: Any, annotation: str) -> None:
     assert split_check.canonical(op.rule.annotation) == split_check.canonical(annotation)
 
 
+def test_tensors_apart_put_their_dims_in_front() -> None:
+    op = split_check.check(T.__getitem__, rand(2, 4, 3, 5), (ALL, J, slice(0, 2), J))
+    assert op.rule is not None
+    assert split_check.canonical(op.rule.annotation) == split_check.canonical("a b^ c^ d^, e, e -> e a f^")
+
+
 def along(dim: int, size: int, *shape: int) -> torch.Tensor:
     """Places along ``dim`` that are all different, so that writes have no order."""
     order = torch.rand(shape[:dim] + (size,) + shape[dim + 1 :], generator=torch.Generator().manual_seed(3)).argsort(dim)

@@ -77,7 +77,8 @@ def test_without_weights_the_constants_still_arrive(job):
 def test_code_alone(job):
     (kind, text, notes), other = job[1]["code"]
     assert other == (kind, text, []) and notes == ["raised on rank 1 of 2"]
-    assert kind == "LoadError" and text.startswith(f"{job[0]}/code/node1/_parallel_modules/api_jobs/Net/_ has no initial value of ")
+    folder = job[0] / "code" / "node1" / "_parallel_modules" / "api_jobs" / "Net" / "_"
+    assert kind == "LoadError" and text.startswith(f"{folder} has no initial value of ")
     assert files(job[0] / "code" / "node1") == ["gencode0.py", "gencode1.py", "manifest.json"]
 
 

@@ -133,7 +133,7 @@ def index_source(index: Arg, name_of: NameOf, size_text: SizeText) -> str:
 
 def imports_of(op: IROp) -> set[str]:
     """The import statements that the call's source needs."""
-    statements = set()
+    statements: set[str] = set()
     opdef = registry.get(op.target)
     code = op.target if opdef is None else _code(opdef, op)
     if opdef is not None and opdef.imports is not None:

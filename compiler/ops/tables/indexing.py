@@ -135,9 +135,15 @@ def _lookup(op: IROp) -> OpRule:
 
 
 define("index_select", "input, dim, index", "torch.index_select", _index_select, *callables("index_select"))
-define("gather", "input, dim, index", "torch.gather", _gather, *through(
-    lambda args, kwargs: (args, {key: value for key, value in kwargs.items() if key != "sparse_grad"}), callables("gather")
-))  # fmt: skip
+define(
+    "gather",
+    "input, dim, index",
+    "torch.gather",
+    _gather,
+    *through(
+        lambda args, kwargs: (args, {key: value for key, value in kwargs.items() if key != "sparse_grad"}), callables("gather")
+    ),
+)
 define("take_along_dim", "input, indices, dim=None", "torch.take_along_dim", _take_along_dim, *callables("take_along_dim"))
 define("take", "input, index", "torch.take", _take, *callables("take"))
 define("narrow", "input, dim, start, length", ".narrow", _narrow, *callables("narrow"))

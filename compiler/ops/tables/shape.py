@@ -76,12 +76,22 @@ def _unsqueeze(op: IROp) -> OpRule:
     return build.rule([refs], [(*refs[:dim], (), *refs[dim:])], linear=linear_sets(op, ("input",)))
 
 
-define("view", "input, *shape", ".view", _view_or_bitcast, *methods("view"), *through(
-    rewriting(lambda self, other: {"input": self, "shape": tuple(other.shape)}), methods("view_as")
-))  # fmt: skip
-define("reshape", "input, *shape", ".reshape", _view(_local_shape("shape")), *callables("reshape"), *through(
-    rewriting(lambda self, other: {"input": self, "shape": tuple(other.shape)}), methods("reshape_as")
-))  # fmt: skip
+define(
+    "view",
+    "input, *shape",
+    ".view",
+    _view_or_bitcast,
+    *methods("view"),
+    *through(rewriting(lambda self, other: {"input": self, "shape": tuple(other.shape)}), methods("view_as")),
+)
+define(
+    "reshape",
+    "input, *shape",
+    ".reshape",
+    _view(_local_shape("shape")),
+    *callables("reshape"),
+    *through(rewriting(lambda self, other: {"input": self, "shape": tuple(other.shape)}), methods("reshape_as")),
+)
 define("flatten", "input, start_dim=0, end_dim=-1", ".flatten", _view(), *callables("flatten", "ravel"))
 define("unflatten", "input, dim, sizes", ".unflatten", _view(_unflatten_sizes), *callables("unflatten"))
 define("squeeze", "input, dim=None", ".squeeze", _squeeze, *callables("squeeze"))

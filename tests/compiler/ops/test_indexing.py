@@ -116,6 +116,7 @@ def test_adding_writes_pass_partial_inputs_on() -> None:
     assert op.rule.linear_sets == (frozenset({0, 2}),)
 
 
+@pytest.mark.filterwarnings("ignore:The reduce argument")
 def test_scatter_with_a_reduction_has_no_gradient_and_is_not_linear() -> None:
     op, *_ = split_check.trace(T.scatter, X.detach(), 1, along(1, 3, 4, 2, 5), rand(4, 2, 5).detach(), reduce="add")
     assert op.rule is not None

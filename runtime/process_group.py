@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -30,7 +31,14 @@ class ProcessGroupTransport:
         _all_gather_single(result.view(-1), x, group=self.process_group)
 
     def reduce_scatter(self, x: Tensor, result: Tensor) -> None:
-        _reduce_scatter_single(result, x.view(-1), group=self.process_group)
+        if x.device.type != "cpu":
+            _reduce_scatter_single(result, x.view(-1), group=self.process_group)
+            return
+        # Gloo's own is an all-reduce of everything. Exchanging the rows and adding here sends half as much, takes about half
+        # the time, and sums in rank order.
+        rows = torch.empty_like(x)
+        dist.all_to_all_single(rows.view(-1), x.view(-1), group=self.process_group)
+        torch.sum(rows, 0, dtype=x.dtype, out=result)
 
     def all_to_all(self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]) -> None:
         dist.all_to_all_single(result, x, receive_sizes, send_sizes, group=self.process_group)

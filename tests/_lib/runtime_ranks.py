@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from placements import Sharded, convert, encode, transposed
 
+from shardwright.runtime import adapters
 from shardwright.runtime.groups import RankMesh
 from shardwright.runtime.layout import Cut, Mesh
 from shardwright.runtime.world import count_communication, current_world
@@ -24,9 +25,11 @@ def collectives() -> dict[str, Any]:
         for op in ("sum", "avg", "max", "min"):
             results[op] = everyone.all_reduce(x, op)
         async_sum = x.clone()
-        work = tp.all_reduce_async(async_sum)
-        work.wait()
-        results["async"] = async_sum
+        async_average = x.clone()
+        works = tp.all_reduce_async(async_sum), everyone.all_reduce_async(async_average, "avg")
+        for work in works:
+            work.wait()
+        results["async"], results["async avg"] = async_sum, async_average
         results["gather"] = everyone.all_gather_cat(x, 0)
         results["gather_dim_1"] = everyone.all_gather_cat(x, 1)
         sizes = [2, 0, 1, 3]
@@ -66,10 +69,25 @@ def all_adapters(num_ranks: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]
     return results
 
 
-def async_average() -> torch.Tensor:
-    """The average over both ranks, reduced while other work runs."""
-    world = current_world()
-    x = torch.full((1, 2), 1.0 + world.rank)
-    work = world.everyone.all_reduce_async(x, "avg")
-    work.wait()
-    return x
+def compiled_adapters() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Loss and gradients of a function of all adapters on 2 ranks, eager and compiled into one graph."""
+    axis = RankMesh(Mesh((("tp", 2),))).axis("tp")
+
+    def loss_of(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        hidden = (adapters.grad_all_reduce(x, axis) @ up).relu()
+        y = adapters.all_reduce(hidden @ down, axis)  # [6, 8] R
+        columns = adapters.narrow(y, axis, 1)
+        whole = adapters.all_gather(columns * 2, axis, 1, backward="reduce_scatter")
+        rows = adapters.reduce_scatter(whole / 2, axis, 0)
+        back = adapters.all_to_all(rows, axis, 0, Cut((6,)), 1, Cut((8,)))
+        kept = adapters.keep_one(adapters.grad_keep_one(adapters.grad_all_reduce(y, axis), axis), axis)
+        return (back**2).sum() + kept.sin().sum() + adapters.pad(columns, axis, 1).cos().sum()
+
+    generator = torch.Generator().manual_seed(axis.index)
+    values = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in ((6, 8), (8, 16), (16, 8))]
+    results = []
+    for function in (loss_of, torch.compile(loss_of, fullgraph=True, backend="aot_eager")):
+        operands = [value.clone().requires_grad_() for value in values]
+        loss = function(*operands)
+        results.append([loss.detach(), *torch.autograd.grad(loss, operands)])
+    return results[0], results[1]

@@ -181,3 +181,10 @@ def test_processes_agree_with_threads():
         for pair, tensors in of_thread.items():
             for a, b in zip(of_process[pair], tensors, strict=True):
                 torch.testing.assert_close(a, b, rtol=0, atol=1e-14, msg=lambda m: f"{pair}: {m}")  # noqa: B023
+
+
+@pytest.mark.slow
+def test_adapters_compile_without_a_break():
+    """torch.compile takes every adapter into one graph, over gloo, and the numbers stay."""
+    for eager, compiled in run_processes(2, "runtime_ranks:compiled_adapters"):
+        torch.testing.assert_close(compiled, eager, rtol=1e-14, atol=1e-14)

@@ -38,6 +38,7 @@ def test_collectives():
         assert same(result["sum"], sum(x)) and same(result["avg"], sum(x) / 4)
         assert same(result["max"], x[3]) and same(result["min"], x[0])
         assert same(result["async"], x[rank // 2 * 2] + x[rank // 2 * 2 + 1])
+        assert same(result["async avg"], sum(x) / 4)
         assert same(result["gather"], torch.cat(x)) and same(result["gather_dim_1"], torch.cat(x, 1))
         assert same(result["gather_uneven"], torch.cat([x[r][:, :1].expand(2, n) for r, n in enumerate([2, 0, 1, 3])], 1))
         assert same(result["reduce_scatter"], whole[rank : rank + 1])
@@ -55,6 +56,7 @@ def test_collectives():
         "forward    reduce_scatter  world      2        48    192\n"
         "forward    send            world      1         6     24\n"
         "gradients  all_reduce      tp         1         6     24\n"
+        "gradients  all_reduce      world      1         6     24\n"
         "setup      all_gather      world      2        36     64\n"
         "setup      broadcast       world      3        36     61"
     )
@@ -159,8 +161,3 @@ def test_a_world_that_does_not_divide_into_units():
 def test_a_group_of_ranks_that_do_not_exist():
     with pytest.raises(DistributedError, match=r"a group of ranks \[0, 2\] cannot be made\n.* the world has ranks 0 to 1"):
         run_ranks(2, lambda rank: current_world().group([0, 2], "x"))
-
-
-def test_async_average_over_processes():
-    for rank, result in enumerate(run_processes(2, "runtime_ranks:async_average")):
-        assert result.tolist() == [[1.5, 1.5]], rank

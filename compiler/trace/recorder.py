@@ -180,6 +180,8 @@ class Recorder:
         """An argument of a call of the running model as an argument of the graph."""
         if isinstance(arg, torch.Tensor):
             return self.value(arg)
+        if isinstance(arg, np.generic):  # before the Python numbers: np.float64 is a float
+            return arg.item()
         if arg is None or isinstance(arg, bool | int | float | complex | str | torch.dtype | RankDevice | IRValue):
             return arg
         if isinstance(arg, torch.SymInt | torch.SymFloat | torch.SymBool):
@@ -193,8 +195,6 @@ class Recorder:
         if isinstance(arg, np.ndarray):
             assert self.make_constant is not None
             return self.value(self.make_constant(torch.from_numpy(arg)))
-        if isinstance(arg, np.generic):
-            return arg.item()
         if isinstance(arg, range):
             return tuple(arg)
         if arg is Ellipsis or isinstance(arg, torch.memory_format | torch.layout) or callable(arg):

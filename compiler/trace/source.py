@@ -12,9 +12,9 @@ from types import CodeType, FrameType
 import torch
 
 from shardwright.compiler.ir.value import SourceLocation
-from shardwright.compiler.ops import dispatch
+from shardwright.compiler.ops import register
 
-_SKIPPED = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, dispatch.__file__, "<")
+_SKIPPED = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, register.__file__, "<")
 
 
 def user_frame() -> FrameType | None:

@@ -28,7 +28,7 @@ from shardwright.runtime.errors import ShardwrightError, TraceError
 
 _LITERALS = {torch.tensor, torch.as_tensor, torch.asarray}
 _UNRECORDED = {"requires_grad_", "is_floating_point", "retain_grad", "__repr__", "__format__", "__str__", "__hash__"}
-_TENSOR_PROPERTIES = {"T", "mT", "H", "mH", "data", "real", "imag", "grad"}
+_TENSOR_PROPERTIES = {"T", "mT", "H", "mH", "data", "real", "imag"}
 _VALUE_READERS = {
     "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__", "__contains__",
     "is_nonzero", "equal", "allclose", "nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount",
@@ -63,6 +63,8 @@ class Tracer(TorchFunctionMode):
             return func(*args)
         if is_getter(func) and name not in _TENSOR_PROPERTIES or name in _UNRECORDED:
             return func(*args, **kwargs)
+        if is_getter(func) and name in ("H", "mH"):
+            func = torch.adjoint
         try:
             return self._call(func, name, args, kwargs)
         except ShardwrightError:
@@ -243,8 +245,6 @@ class Tracer(TorchFunctionMode):
         return arg
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if (fake := getattr(func, "fake", None)) is not None:
-            return _differentiable(fake(*args, **kwargs), (args, kwargs))
         func = _FAKE_FORMS.get(func, func)
         dtype = autocast_dtype()
         self._running += 1
@@ -334,14 +334,6 @@ def _distinct(out: Any, results: list[torch.Tensor], inputs: list[torch.Tensor])
     with torch.set_grad_enabled(True):
         out = torch.ops.aten.alias(out)
     return out, [out]
-
-
-def _differentiable(out: Any, args: Any) -> Any:
-    """The made-up result of a call, requiring a gradient where the real one would."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(args)):
-        for tensor in _tensors(out):
-            tensor.requires_grad_(tensor.is_floating_point())
-    return out
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import sympy
@@ -15,8 +16,7 @@ from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.op import IROp, RankDevice, WhenTraining, map_leaves
 from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ir.value import IRValue
-from shardwright.compiler.ops import registry
-from shardwright.compiler.trace.callables import resolve
+from shardwright.compiler.ops.render import call_source, imports_of
 from shardwright.runtime import structure
 
 
@@ -73,22 +73,13 @@ class _Run:
             self.values[value.name] = tensor
 
     def _call(self, op: IROp) -> Any:
-        args = {name: map_leaves(value, self._leaf) for name, value in op.args}
-        args = {name: self._leaf(value) if isinstance(value, WhenTraining) else value for name, value in args.items()}
-        opdef = registry.get(op.target)
-        if opdef is None:
-            positional = [value for name, value in args.items() if name.isdigit()]
-            return resolve(op.target)(*positional, **{name: value for name, value in args.items() if not name.isdigit()})
-        scope: dict[str, Any] = {"torch": torch, "F": F}
-        words: dict[str, Any] = {}
-        stars = {parameter.name for parameter in opdef.parameters if parameter.star}
-        for name, value in args.items():
-            if name in stars:
-                scope.update({f"{name}_{i}": item for i, item in enumerate(value)})
-                words[name] = tuple(f"{name}_{i}" for i in range(len(value)))
-            else:
-                scope[name], words[name] = value, name
-        return eval(opdef.write(words), scope)
+        """The value of the call's source, as the code generator writes it."""
+        rank = SimpleNamespace(device=torch.device("cpu"), training=self.module.training)
+        scope = {"torch": torch, "F": F, "math": math, "self": rank, **self.values}
+        scope.update({symbol.name: size for symbol, size in self.sizes.items()})
+        for statement in imports_of(op):
+            exec(statement, scope)
+        return eval(call_source(op, lambda value: value.name, to_python), scope)
 
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, IRValue):

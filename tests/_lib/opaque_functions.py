@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.compiler.ops.dispatch import dispatched
+from shardwright.compiler.ops.register import register_op
 
 
 class Cube(torch.autograd.Function):
@@ -50,6 +50,7 @@ def _(x: Tensor) -> Tensor:
 double.register_autograd(lambda ctx, grad: grad * 2)
 
 
+@register_op("b h^, ? -> b h^", fake=lambda x, keep: torch.empty_like(x))
 def route(x: Tensor, keep: float) -> Tensor:
     """Looks at values: it cannot run on fake tensors."""
     result = x * 1
@@ -59,9 +60,11 @@ def route(x: Tensor, keep: float) -> Tensor:
     return result
 
 
-route = dispatched(route, fake=lambda x, keep: torch.empty_like(x))
-
-
-@dispatched
+@register_op("b h, h -> b h")
 def gated(x: Tensor, gate: Tensor, *, power: int = 1) -> Tensor:
     return x * gate.sigmoid() ** power
+
+
+@register_op("b h, ? -> b h", name="cube")
+class Registered(Cube):
+    """The same function, with a rule."""

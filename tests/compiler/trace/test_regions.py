@@ -6,13 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from opaque_functions import Cube, Split, double, gated, route
+from opaque_functions import Cube, Registered, Split, double, gated, route
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from tracing import traced
 
 from shardwright.compiler.ir.value import ValueKind
-from shardwright.compiler.ops import registry
 from shardwright.compiler.trace import trace
 
 X = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -185,31 +184,14 @@ class Routes(nn.Module):
         self.gate = nn.Parameter(X[0].clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        return route(gated(x, self.gate, power=2), 0.1)
+        return Registered.apply(route(gated(x, self.gate, power=2), 0.1), 2.0)
 
 
-def test_dispatched_functions_stay_one_operator() -> None:
+def test_registered_functions_stay_one_operator() -> None:
     graph = traced(Routes(), {"x": X})
-    assert [op.target for op in graph.ops] == ["opaque_functions.gated", "opaque_functions.route"]
+    assert [op.target for op in graph.ops] == ["opaque_functions.gated", "opaque_functions.route", "cube"]
     assert graph.ops[0].arg("power") == 2 and graph.ops[1].results[0].requires_grad
-
-
-def test_registered_functions_have_their_canonical_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry.load_tables()
-    monkeypatch.setattr(registry, "OPS", dict(registry.OPS))
-    monkeypatch.setattr(registry, "CALLABLES", dict(registry.CALLABLES))
-    registry.define("gated", "x, gate, *, power=1", "gated", "b h, h -> b h", gated)
-    registry.define("cube", "x, scale", "Cube.apply", "b h -> b h", Cube)
-
-    class Both(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return Cube.apply(gated(x, x[0]), 2.0)
-
-    ops = trace(Both(), {"x": X}).ops
-    assert [(op.target, [name for name, _ in op.args]) for op in ops[1:]] == [
-        ("gated", ["x", "gate"]),
-        ("cube", ["x", "scale"]),
-    ]
+    assert graph.ops[0].source is not None and graph.ops[0].source.file == __file__
 
 
 @torch.jit.script

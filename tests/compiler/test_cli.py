@@ -1,0 +1,234 @@
+"""The command line: what it prints, its exit codes, its errors in words."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from api_jobs import X, config, net
+
+import shardwright
+from shardwright.compiler.api import parallelize
+from shardwright.compiler.cli import main
+from shardwright.compiler.cli_targets import load_model, load_target, read_settings
+from shardwright.runtime.errors import ConfigError
+from shardwright.runtime.threads import run_ranks
+
+MODELS = '''
+import torch
+from torch import nn
+from api_jobs import Net, X, net
+
+
+def make():
+    return net(), {"x": X}
+
+
+def only_a_module():
+    return net()
+
+
+EXAMPLE = {"x": X.float()}
+NUMBER = 3
+
+
+def replicate(graph, config):
+    return graph.builder({"dp": config.plan_ngpus}).build()
+
+
+def broken():
+    raise RuntimeError("no such file: corpus.txt")
+
+
+class Norm(nn.Module):
+    """Layers of one kind, and a function without a rule."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return torch.linalg.matrix_exp(x[:, :4])
+'''
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A working directory with a module of models."""
+    (tmp_path / "my_models.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_models", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def run(capsys):
+    def run(line, expected=0):
+        code = main(line.split())
+        out, err = capsys.readouterr()
+        assert code == expected, err or out
+        return err if expected else out
+
+    return run
+
+
+NET = ".shardwright/_parallel_modules/api_jobs/Net/_"
+
+
+def test_compile_and_load(run, folder):
+    out = run("compile my_models:make --policy tp --plan-ngpus 2 --dump passes")
+    lines = out.splitlines()
+    assert lines[0] == "compiled Net (tp, 2 ranks)"
+    assert [line.split()[0] for line in lines[1:]] == [
+        *("trace", "verify", "rules", "dims", "policy", "lower", "emit", "write", "total", "files:")
+    ]
+    assert lines[-1] == f"files: {folder / NET}"
+    assert [path.name for path in sorted(Path("passes").iterdir())] == [
+        "00-trace.txt",
+        "01-rules.txt",
+        "02-dims.txt",
+        "03-lower.txt",
+    ]
+    results = run_ranks(2, lambda rank: parallelize(net(), {"x": X}, "tp", config())(X))
+    torch.testing.assert_close(results[0], net()(X), rtol=0, atol=1e-12)
+    again = run("compile my_models:make --policy tp --plan-ngpus 2")
+    assert again.splitlines()[0] == "found, nothing changed: Net (tp, 2 ranks)"
+
+
+def test_settings_reach_the_config(run):
+    run(
+        "compile my_models:Net --args my_models:EXAMPLE --policy my_models:replicate --plan-ngpus 1 --runtime-ngpus 4 "
+        '--set seed=3 --set user_config.run=a --set dynamic_dims={"x":{"0":"batch"}} --dtype float32 --instance-name small '
+        "--gen-savedir out --reuse override"
+    )
+    request = json.loads(Path("out/_parallel_modules/api_jobs/Net/small/manifest.json").read_text())["request"]
+    fields = ("plan_ngpus", "runtime_ngpus", "seed", "user_config", "dynamic_dims")
+    assert [request["config"][name] for name in fields] == [1, 4, 3, {"run": "a"}, {"x": {"0": "batch"}}]
+    assert request["policy"] == "my_models.replicate"
+
+
+def test_inspect(run):
+    run("compile my_models:make --policy tp --plan-ngpus 2 --runtime-ngpus 4")
+    out = " ".join(run(f"inspect {NET}").split())
+    assert f"model Net policy tp mesh tp=2, 2 units made by shardwright {shardwright.__version__}" in out
+    assert "up.weight parameter float64 [16/tp, 8]" in out and "table buffer float64 [8]" in out
+    assert "name tp" in out and "up split:n" in out and "down split:k" in out
+
+
+def test_inspect_groups_layers_and_says_where_it_replicates(run):
+    with pytest.warns(UserWarning, match="matrix_exp"):
+        run("compile my_models:Norm --args my_models:EXAMPLE --policy tp --plan-ngpus 2")
+    directory = ".shardwright/_parallel_modules/my_models/Norm/_"
+    assert "layers.*.bias  x" in run(f"inspect {directory}")
+    out = run(f"inspect {directory} --every-layer")
+    assert "layers.*" not in out and "layers.0.bias" in out
+
+
+def test_accept(run):
+    run("compile my_models:make --policy tp --plan-ngpus 2")
+    assert run(f"accept {NET}") == "nothing to accept: no file was edited\n"
+    with Path(NET, "gencode1.py").open("a") as file:
+        file.write("# mine\n")
+    assert run(f"accept {NET}") == "accepted gencode1.py\n"
+
+
+def test_errors_are_words_without_a_traceback(run, folder):
+    assert run("compile my_models:make --policy dp --plan-ngpus 2", 1) == (
+        "error: policy 'dp' copies the model over units, so a plan has one rank\n"
+        "  why:   plan_ngpus=2\n"
+        "  try:   plan_ngpus=1 with runtime_ngpus=2, or policy 'data' to split the batch inside a unit\n"
+    )
+    assert run("compile my_models:broken --policy tp --plan-ngpus 2", 1) == (
+        "error: RuntimeError: no such file: corpus.txt\n"
+        "  try:   run the command again with --debug to see where it was raised\n"
+    )
+    assert run("inspect nowhere", 1).startswith("error: nowhere holds no compiled module\n  why:   there is no manifest.json\n")
+    assert run("compile my_models:make --policy tp --plan-ngpus 2 --set plan_ngpus=3", 1) == (
+        "error: plan_ngpus is not for --set\n  try:   --plan-ngpus 3\n"
+    )
+    assert run("compile my_models:make --policy tp --plan-ngpus 2 --set sed=3", 1) == (
+        "error: ComputeConfig has no field 'sed'\n  try:   did you mean 'seed'?\n"
+    )
+    assert run("compile my_models:make --policy tp --plan-ngpus 2 --dtype bfloat", 1) == (
+        "error: there is no floating dtype 'bfloat'\n  try:   did you mean 'bfloat16'?\n"
+    )
+    with pytest.raises(RuntimeError, match=r"no such file: corpus\.txt"):
+        main(["compile", "my_models:broken", "--policy", "tp", "--plan-ngpus", "2", "--debug"])
+
+
+def test_command_lines_that_do_not_parse(capsys):
+    for line in ("compile my_models:make", "inspect", "train", ""):
+        with pytest.raises(SystemExit) as caught:
+            main(line.split())
+        assert caught.value.code == 2
+    assert "the following arguments are required" in capsys.readouterr().err
+
+
+def refusal(act):
+    with pytest.raises(ConfigError) as caught:
+        act()
+    return str(caught.value)
+
+
+def test_targets(folder):
+    assert load_target("my_models:NUMBER") == 3
+    assert refusal(lambda: load_target("my_models")) == (
+        "'my_models' is not of the form module:name\n  try:   for example my_package.models:make_gpt"
+    )
+    assert refusal(lambda: load_target("my_model:make")) == (
+        "there is no module 'my_model'\n"
+        "  why:   No module named 'my_model'\n"
+        "  try:   run in the folder that holds it, or add that folder to PYTHONPATH"
+    )
+    assert refusal(lambda: load_target("my_models:mak")) == (
+        f"module 'my_models' has no 'mak'\n  where: {folder / 'my_models.py'}\n  try:   did you mean 'make'?"
+    )
+    (folder / "needy.py").write_text("import not_installed")
+    with pytest.raises(ModuleNotFoundError, match="not_installed"):
+        load_target("needy:x")
+
+
+def test_models_and_their_arguments():
+    source, dummy_args = load_model("my_models:make", None)
+    assert source.module is not None and list(dummy_args) == ["x"]
+    assert refusal(lambda: load_model("my_models:only_a_module", None)) == (
+        "there are no dummy arguments for my_models:only_a_module\n"
+        "  why:   it gives a module only\n"
+        "  try:   return (module, dummy_args), or name them with --args module:name"
+    )
+    assert refusal(lambda: load_model("my_models:make", "my_models:NUMBER")) == (
+        "there are no dummy arguments for my_models:make\n"
+        "  why:   they are a int, not a dict\n"
+        "  try:   return (module, dummy_args), or name them with --args module:name"
+    )
+    assert refusal(lambda: load_model("my_models:NUMBER", None)) == (
+        "my_models:NUMBER gives no module\n  why:   it gave int\n  try:   return the module, or (module, dummy_args)"
+    )
+
+
+def test_settings():
+    settings = ["a=1", "b=text", "c.d=[1, 2]", "c.e=None", "f=True", "g=a=b"]
+    assert read_settings(settings) == {"a": 1, "b": "text", "c": {"d": [1, 2], "e": None}, "f": True, "g": "a=b"}
+    assert refusal(lambda: read_settings(["a"])) == (
+        "'a' is not of the form key=value\n  try:   for example seed=3 or pas_config.num_stages=2"
+    )
+    assert refusal(lambda: read_settings(["a=1", "a.b=2"])) == "'a.b' and 'a' are both set\n  try:   set one of them"
+
+
+def test_version_and_help_as_a_program():
+    shown = subprocess.run([sys.executable, "-m", "shardwright", "--version"], capture_output=True, text=True, check=True)
+    assert shown.stdout == f"shardwright {shardwright.__version__} (torch {torch.__version__})\n"
+
+
+@pytest.mark.parametrize("command", ["compile", "inspect", "accept"])
+def test_every_command_has_help(command, capsys):
+    for line in ("--help", f"{command} --help"):
+        with pytest.raises(SystemExit) as caught:
+            main(line.split())
+        assert caught.value.code == 0
+        assert command in capsys.readouterr().out

@@ -167,6 +167,23 @@ def test_every_way_to_clear_gradients_begins_a_new_round(files, clear, overlap):
         torch.testing.assert_close(gradient, reference.norm.weight.grad, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradients_may_be_looked_at_and_dropped(files, overlap):
+    def train(rank):
+        module = load_class(files)()
+        optimizer = build_optimizer(module, adamw, {**ASYNC, "use_async_reducer": overlap})
+        for step in range(2):
+            module.zero_grad()
+            module(*make_batch(10 * step + rank)).backward()
+            optimizer.sync_shard_grad()
+        return module.norm.weight.grad
+
+    reference = make_model()
+    sum(reference(*make_batch(10 + unit)) for unit in range(2)).backward()
+    for gradient in run_ranks(2, train):
+        torch.testing.assert_close(gradient, reference.norm.weight.grad, rtol=1e-12, atol=0)
+
+
 def test_a_second_step_without_backward_reduces_nothing_again(files):
     def train(rank):
         module = load_class(files)()
@@ -180,7 +197,19 @@ def test_a_second_step_without_backward_reduces_nothing_again(files):
     run_ranks(2, train)
 
 
-def test_gradients_may_be_dropped_while_sums_are_under_way(files):
+def test_gradients_may_be_dropped_while_sums_are_under_way(files, monkeypatch):
+    waited, start = [], Communicator.all_reduce_async
+
+    class Watched:
+        def __init__(self, work):
+            self.work = work
+
+        def wait(self):
+            waited.append(self)
+            self.work.wait()
+
+    monkeypatch.setattr(Communicator, "all_reduce_async", lambda self, x: Watched(start(self, x)))
+
     def train(rank):
         module = load_class(files)()
         optimizer = build_optimizer(module, adamw, ASYNC)
@@ -194,6 +223,7 @@ def test_gradients_may_be_dropped_while_sums_are_under_way(files):
     sum(reference(*make_batch(unit)) for unit in range(2)).backward()
     for gradient in run_ranks(2, train):
         torch.testing.assert_close(gradient, reference.norm.weight.grad, rtol=1e-12, atol=0)
+    assert len(waited) == 4, "the buffer of a sum under way must not be written to: both of each rank are waited for"
 
 
 def test_with_overlap_a_second_backward_needs_no_sync(files):

@@ -63,6 +63,15 @@ def test_a_process_killed_between_the_renames_is_recovered_from(tmp_path):
     assert tree(tmp_path) == {"out/a": "1"} and not previous.exists()
 
 
+def test_a_failure_after_a_kill_leaves_the_old_folder(tmp_path):
+    previous = tmp_path / ".out.previous"
+    previous.mkdir()
+    (previous / "a").write_text("1")
+    with pytest.raises(ValueError, match="no"), swap.write_folder(tmp_path / "out"):
+        raise ValueError("no")
+    assert tree(tmp_path) == {"out/a": "1"}
+
+
 def test_a_file_is_replaced_whole(tmp_path, monkeypatch):
     path = tmp_path / "f"
     swap.write_file(path, b"1")

@@ -267,9 +267,11 @@ def run_ranks(num_ranks: int, fn: Callable[..., Result], *args: Any, timeout_s: 
     hub = Hub(num_ranks, timeout_s)
     results: list[Any] = [None] * num_ranks
 
+    with_grad = torch.is_grad_enabled()  # a mode of each thread
+
     def run(rank: int) -> None:
         try:
-            with use_world(ThreadWorld(hub, rank)):
+            with use_world(ThreadWorld(hub, rank)), torch.set_grad_enabled(with_grad):
                 results[rank] = fn(rank, *args)
         except _RankAbortedError:
             pass

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import wraps
 
 import torch
 import torch.nn.functional as F
@@ -35,12 +34,12 @@ def mean(
 def _mean_of(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     names = [name for name in inspect.signature(loss).parameters if name not in ("size_average", "reduce")]
 
-    @wraps(loss)
     def over_count(*args: object, count: int, **kwargs: object) -> Tensor:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs, "reduction": "sum"}
         return loss(**arguments) / count
 
-    over_count.__doc__ = f"``F.{loss.__name__}`` as its sum over ``count``."
+    over_count.__name__ = over_count.__qualname__ = loss.__name__
+    over_count.__doc__ = f"``F.{loss.__name__}({', '.join(names)})`` as its sum over ``count``."
     return over_count
 
 

@@ -151,6 +151,12 @@ def test_async_all_reduce_meets_later():
     assert run_ranks(4, on_rank) == [(2.0, 21.0), (3.0, 21.0), (2.0, 25.0), (3.0, 25.0)]
 
 
+def test_ranks_run_in_the_callers_grad_mode():
+    with torch.no_grad():
+        assert run_ranks(2, lambda rank: torch.is_grad_enabled()) == [False, False]
+    assert run_ranks(2, lambda rank: torch.is_grad_enabled()) == [True, True]
+
+
 def test_use_world_is_of_one_thread():
     with use_world(SoloWorld()) as world:
         seen = []

@@ -9,7 +9,9 @@ slower, but the same under every plan, one rank included.
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shardwright.runtime.errors import LoadError
 from shardwright.runtime.layout import Atom, Layout, Mesh
 
 RngMode = Literal["fast", "plan_independent"]
@@ -101,14 +104,54 @@ Make = Callable[[tuple[int, ...], torch.Generator], Tensor]
 
 @lru_cache(maxsize=4096)
 def read_layout(text: str, sizes: tuple[tuple[str, int], ...] = ()) -> Layout:
-    """Parse a layout whose sizes may be names, given their values.
+    """Parse a layout whose sizes may be expressions of names, given their values.
 
-    A name is a size unless a slash stands before it; then it is an axis. ``read_layout("[batch/dp, 8]", (("batch", 6),))``.
+    ``read_layout("[batch/dp, 4 * 3/tp, past + seq]", (("batch", 6), ("past", 0), ("seq", 8)))``. Atoms are joined by a star
+    between spaces and segments by a plus without, as in ``str(layout)``; other signs belong to an expression.
+
+    Raises :class:`LoadError` if it does not parse.
     """
-    values = dict(sizes)
-    dims, bracket, marks = text.partition("]")
-    named = re.sub(r"(?<![/\w])[A-Za-z_]\w*", lambda match: str(values.get(match[0], match[0])), dims)
-    return Layout.parse(f"{named}{bracket}{marks}")
+    if not sizes:
+        return Layout.parse(text)
+    dims, bracket, marks = text.strip().removeprefix("[").partition("]")
+    try:
+        numbers = ", ".join(
+            " * ".join(_numeric_atom(atom, dict(sizes)) for atom in dim.split(" * ")) for dim in dims.split(", ")
+        )
+    except (SyntaxError, KeyError) as error:
+        raise LoadError(f"the layout {text!r} does not parse", why=f"the sizes given are {dict(sizes)}") from error
+    return Layout.parse(f"[{numbers}{bracket}{marks}")
+
+
+def _numeric_atom(text: str, values: Mapping[str, int]) -> str:
+    """``"past + seq+3/tp"`` as ``"8+3/tp"``."""
+    match = re.fullmatch(r"(.*?)((?:/[A-Za-z_]\w*)*)", text)
+    assert match is not None
+    segments = re.split(r"(?<! )\+(?! )", match[1])
+    return "+".join(str(_evaluate(ast.parse(segment.strip(), mode="eval").body, values)) for segment in segments) + match[2]
+
+
+_OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Pow: operator.pow,
+}
+
+
+def _evaluate(node: ast.expr, values: Mapping[str, int]) -> int:
+    """The value of an expression of sizes. Its quotients are whole, as a size is."""
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.Name(id=name):
+            return values[name]
+        case ast.BinOp(left=left, op=op, right=right):
+            return _OPERATIONS[type(op)](_evaluate(left, values), _evaluate(right, values))
+        case ast.Call(func=ast.Name(id="floor"), args=[argument]):
+            return _evaluate(argument, values)
+    raise SyntaxError(f"{ast.unparse(node)} is no size")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from op_ranks import on_mesh
 
 from shardwright.runtime import ops
-from shardwright.runtime.errors import InputError
+from shardwright.runtime.errors import InputError, LoadError
 from shardwright.runtime.layout import Layout, Mesh
-from shardwright.runtime.ops.random import Draw, RngState
+from shardwright.runtime.ops.random import Draw, RngState, read_layout
 
 MESH = Mesh((("dp", 2), ("tp", 3)))
 LAYOUT = "[5/dp, 2, 4/tp * 3]"
@@ -122,6 +122,27 @@ def test_named_sizes():
 
     sizes = (("batch", 5), ("seq", 2), ("heads", 4))
     assert all(torch.equal(a, b) for a, b in zip(on_mesh(MESH, on_rank), by_name.values(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("[batch/dp, seq, heads/tp * 3]", "[6/dp, 8, 4/tp * 3]"),
+        ("[batch*seq/dp, past + seq]", "[48/dp, 13]"),
+        ("[seq - 1+3/tp * 2, floor(seq/3)]", "[7+3/tp * 2, 2]"),
+        ("[2*batch + 4+past/dp/tp, seq/2] P(x)", "[16+5/dp/tp, 4] P(x)"),
+        ("[batch**2, 7]", "[36, 7]"),
+    ],
+)
+def test_sizes_may_be_expressions(text, numbers):
+    sizes = (("batch", 6), ("seq", 8), ("heads", 4), ("past", 5))
+    assert str(read_layout(text, sizes)) == numbers
+
+
+@pytest.mark.parametrize("text", ["[batch, other]", "[batch.x]", "[batch +]", "[-batch]"])
+def test_sizes_that_cannot_be_read(text):
+    with pytest.raises(LoadError, match="does not parse"):
+        read_layout(text, (("batch", 6),))
 
 
 def one(shape, **more):

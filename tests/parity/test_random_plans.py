@@ -1,0 +1,61 @@
+"""Random plans: a random strategy for every operator and a random storage for every parameter, all equal to one device.
+
+This is the test of the algebra: any plan whose operators follow their strategies and whose edges have adapters from the table
+must give the loss and every gradient of one device. The seed of a failing plan is in its message.
+"""
+
+import functools
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import plans
+import pytest
+import zoo
+
+from shardwright.runtime.layout import Mesh
+
+MESHES = [{"a": 2}, {"a": 3}, {"a": 2, "b": 2}, {"a": 2, "b": 3}]
+MODELS = ["gpt2", "llama", "mlp", "gpt2-uneven", "resnet", "llama-uneven", "encoder-decoder", "unet"]
+PLANS_PER_TEST = 10
+
+
+@functools.cache
+def prepared(name: str) -> tuple[Any, ...]:
+    """The model, its inputs, its graph (bare and with rules), and what one device computes."""
+    entry = zoo.get(name)
+    model, inputs = entry.build(), entry.inputs()
+    graph = plans.traced(model, inputs)
+    return model, inputs, graph, plans.annotated(graph), plans.reference_run(model, [inputs], steps=1)
+
+
+def check_random_plan(name: str, seed: int, directory: Path) -> None:
+    rng = random.Random(f"{name} {seed}")
+    model, inputs, graph, annotated, reference = prepared(name)
+    mesh = Mesh.of(rng.choice(MESHES))
+    plan = plans.random_plan(annotated, mesh, rng)
+    try:
+        plans.check(model, inputs, plans.compile_plan(graph, plan), directory / f"{name}-{seed}", reference)
+    except Exception as error:
+        raise AssertionError(f"random plan of {name} on {mesh}, seed {seed}") from error
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.parametrize("block", range(20))
+def test_random_plans(block: int, tmp_path: Path) -> None:
+    for seed in range(block * PLANS_PER_TEST, (block + 1) * PLANS_PER_TEST):
+        check_random_plan(MODELS[seed % len(MODELS)], seed, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in zoo.names() if "cache" not in n])
+def test_random_plans_of_every_model(name: str, tmp_path: Path) -> None:
+    for seed in range(1000, 1012):
+        check_random_plan(name, seed, tmp_path)

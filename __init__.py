@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         PlanError,
         ShardwrightError,
         TraceError,
+        UsageError,
     )
     from shardwright.runtime.layout import Layout, Mesh
     from shardwright.runtime.loader import load_class
@@ -57,6 +58,7 @@ __all__ = [
     "ReuseType",
     "ShardwrightError",
     "TraceError",
+    "UsageError",
     "__version__",
     "broadcast_weights",
     "build_optimizer",
@@ -87,6 +89,7 @@ _MODULES = {
     "ReuseType": "shardwright.runtime.config",
     "ShardwrightError": "shardwright.runtime.errors",
     "TraceError": "shardwright.runtime.errors",
+    "UsageError": "shardwright.runtime.errors",
     "broadcast_weights": "shardwright.runtime.broadcast",
     "build_optimizer": "shardwright.runtime.optimizer",
     "count_communication": "shardwright.runtime.world",

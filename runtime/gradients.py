@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.runtime.bucket import GradientSum
+from shardwright.runtime.checksum import differing
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import ConfigError
+from shardwright.runtime.errors import ConfigError, UsageError
 from shardwright.runtime.gradnorm import counts_here
 from shardwright.runtime.groups import RankMesh
 from shardwright.runtime.layout import Layout, Mesh
@@ -38,6 +39,8 @@ class TrainedModel:
         self.sums: list[GradientSum] = []
         self.counted: list[nn.Parameter] = []
         self._cut: list[tuple[str, nn.Parameter, Layout]] = []
+        self._ordinary: dict[str, Tensor] = {}
+        self._compiled: dict[str, Tensor] = {}
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         compiled = {id(parameter) for part in self.parallel_modules for parameter in part.parameters()}
         # Ordinary parts come first, so that their buckets are the last: backward reaches them before and after the compiled
@@ -45,13 +48,33 @@ class TrainedModel:
         for name, parameter in module.named_parameters():
             if id(parameter) not in compiled and parameter.requires_grad:
                 self._add(name, parameter, Layout.whole(tuple(parameter.shape)), self.ranks)
+                self._ordinary[name] = parameter
         for part in self.parallel_modules:
             for declaration, parameter in part.trained_parameters():
                 self._add(names[id(parameter)], parameter, declaration.layout, part.ranks)
+                self._compiled[names[id(parameter)]] = parameter
 
     def cut_parameters(self) -> Iterator[tuple[str, nn.Parameter, Layout]]:
         """The parameters of which this rank holds a piece only."""
         return iter(self._cut)
+
+    def check_copies(self) -> None:
+        """Compare, by checksums, the trained parameters of which several ranks hold copies that nothing else keeps equal:
+        ordinary ones on all ranks, compiled ones between units. Collective.
+
+        Raises :class:`UsageError` naming the parameter and the ranks: trained on, the copies would stay different.
+        """
+        units = self.ranks.units.communicator
+        mine = differing(self._ordinary, self.world.everyone) or differing(self._compiled, units)
+        for found in self.world.all_gather_object(mine):  # ranks outside the group that differs must not go on alone
+            if found is not None:
+                name, alike = found
+                raise UsageError(
+                    f"parameter {name!r} does not start with the same values everywhere",
+                    why="these ranks agree with each other: " + "; ".join(", ".join(map(str, ranks)) for ranks in alike),
+                    hint="seed all ranks alike before making the module, or call "
+                    f"broadcast_weights(module, {1 if name in self._ordinary else self.ranks.mesh.size}) before the first step",
+                )
 
     def total_loss(self, loss: Tensor | float, divisor: int) -> Tensor | float:
         """The sum over the units of each one's scalar loss, divided by ``divisor``. Collective."""

@@ -6,12 +6,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardwright import __version__
 from shardwright.runtime.declarations import Declaration
 from shardwright.runtime.errors import LoadError
 from shardwright.runtime.layout import Mesh
@@ -45,7 +45,7 @@ class Manifest:
     tensors: Mapping[str, Declaration]
     request: Mapping[str, Any] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
-    shardwright_version: str = field(default_factory=lambda: version("shardwright"))
+    shardwright_version: str = __version__
     torch_version: str = field(default_factory=lambda: str(torch.__version__))
 
     @property
@@ -120,7 +120,7 @@ def check_versions(path: Path, data: Any) -> None:
         raise _damaged(path, "it is not a JSON object")
     checks = (
         ("format_version", str(FORMAT_VERSION), 1, "format version"),
-        ("shardwright_version", version("shardwright"), 2, "shardwright"),
+        ("shardwright_version", __version__, 2, "shardwright"),
         ("torch_version", str(torch.__version__), 1, "torch"),
     )
     for field_name, installed, num_parts, title in checks:

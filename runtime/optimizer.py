@@ -34,14 +34,17 @@ class ParallelOptimizer(Optimizer):
 
     _model: TrainedModel
     _reducer: Reducer
+    _has_stepped: bool = False
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Synchronise the gradients, then take a step. Collective: all ranks take it.
 
+        The first step compares the copies of the parameters first, see :meth:`TrainedModel.check_copies`.
+
         With a ``closure``, gradients are synchronised each time it has run, and the loss it returns is summed (or averaged)
         over the units as they are: optimizers that look at it decide alike on all ranks.
         """
-        self._check_attached()
+        self._begin_step()
         if closure is None:
             self._reducer.sync()
             result = super().step(*args, **kwargs)
@@ -122,6 +125,12 @@ class ParallelOptimizer(Optimizer):
             return loss if loss is None else self._model.total_loss(loss, self._reducer.divisor)
 
         return run
+
+    def _begin_step(self) -> None:
+        self._check_attached()
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._model.check_copies()
 
     def _check_attached(self) -> None:
         if not self._reducer.is_attached:
@@ -215,5 +224,3 @@ def _check_elementwise(optimizer: Optimizer, model: TrainedModel) -> None:
                 hint="use one of torch.optim's elementwise optimizers, plan without splitting parameters, or pass "
                 "elementwise=True if an element's update depends on nothing but its own gradients",
             )
-
-

@@ -83,7 +83,7 @@ def source(rank: int, dp: int, tp: int) -> str:
         words += ["requires_grad=False"] if d.kind == "parameter" and not d.requires_grad else []
         words += ["persistent=False"] if d.kind == "buffer" and not d.persistent else []
         lines.append(f"        self.{d.kind}({', '.join(words)})")
-    return f'''import torch
+    return f"""import torch
 from torch.nn.functional import linear
 
 from shardwright.runtime.adapters import all_reduce, grad_all_reduce, narrow
@@ -117,7 +117,7 @@ class MLP(ParallelModule):
             mean = all_reduce(y.sum(0), dp) / (dp.size * y.size(0))
             self.update_buffer("mean", self.mean * 0.9 + 0.1 * mean)
         return loss
-'''
+"""
 
 
 def write_files(directory: Path, model: MLP, dp: int = 1, tp: int = 2) -> Path:

@@ -92,6 +92,7 @@ def test_an_ordinary_module_alone():
     def train(rank):
         model = torch.nn.Linear(3, 2).double()
         torch.nn.init.ones_(model.weight)
+        torch.nn.init.zeros_(model.bias)
         optimizer = build_optimizer(model, torch.optim.SGD, lr=0.1)
         x = torch.arange(3.0, dtype=torch.float64) + rank
         model(x).sum().backward()
@@ -312,6 +313,40 @@ def test_a_new_optimizer_replaces_the_old_one(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_ordinary_parameters_that_start_differently():
+    def train(rank):
+        model = torch.nn.Linear(2, 2)
+        torch.nn.init.constant_(model.weight, rank == 1)
+        torch.nn.init.zeros_(model.bias)
+        build_optimizer(model, torch.optim.SGD, lr=0.1).step()
+
+    with pytest.raises(UsageError) as error:
+        run_ranks(3, train)
+    assert text_of(error) == (
+        "parameter 'weight' does not start with the same values everywhere\n"
+        "  why:   these ranks agree with each other: 0, 2; 1\n"
+        "  try:   seed all ranks alike before making the module, or call broadcast_weights(module, 1) before the first step"
+    )
+
+
+def test_units_that_start_differently(tmp_path):
+    directory = compiled(tmp_path)
+
+    def train(rank):
+        module = load_class(directory)()
+        with torch.no_grad():
+            module.layers[0].weight.add_(rank == 3)
+        optimizer = build_optimizer(module, adamw)
+        module(*make_batch(0)).backward()
+        with pytest.raises(UsageError) as error:
+            optimizer.step()
+        return text_of(error)
+
+    for text in run_ranks(4, train):
+        assert "parameter 'layers.0.weight' does not start with the same values everywhere" in text
+        assert "these ranks agree with each other: 1; 3" in text and "broadcast_weights(module, 2)" in text
 
 
 def refused(fn, *args, error=ConfigError, **kwargs):

@@ -32,7 +32,7 @@ from shardwright.compiler.ops.localise import localise
 from shardwright.compiler.ops.opdef import OpDef
 from shardwright.compiler.ops.render import call_source, imports_of
 from shardwright.compiler.ops.rule import OpRule
-from shardwright.compiler.ops.shards import DisagreementError, accepted, dual, joined, largest_difference, shards
+from shardwright.compiler.ops.shards import DisagreementError, accepted, dual, is_continuous, joined, largest_difference, shards
 from shardwright.compiler.ops.strategy import Assignment, allowed, layouts, strategies
 from shardwright.runtime.errors import AnnotationError
 from shardwright.runtime.groups import RankMesh
@@ -117,10 +117,11 @@ def prove(
     Raises :class:`AnnotationError` for a function without a rule, or a rule that does not fit the shapes.
     """
     call = _Call.of(operator, tuple(args), dict(kwargs or {}), training, seed)
+    whole = call.run_whole()
     trials: list[Trial] = []
     for mesh in (Mesh((("a", size),)) if isinstance(size, int) else Mesh.of(size) for size in num_ranks):
         assignments = itertools.product(strategies(call.rule), repeat=len(mesh.axes))
-        trials += [call.trial(dict(zip(mesh.names, chosen, strict=True)), mesh) for chosen in assignments]
+        trials += [call.trial(dict(zip(mesh.names, chosen, strict=True)), mesh, whole) for chosen in assignments]
     return ProofReport(call.op.target, call.rule, tuple(trials))
 
 
@@ -131,6 +132,14 @@ class _Outcome:
     results: list[Tensor]
     grads: list[Tensor | None]
     operands: list[Tensor]
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """What the unsplit call gave, and the gradients sent back through it."""
+
+    outcome: _Outcome
+    sent: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -150,7 +159,7 @@ class _Call:
         operands = [leaf for arg in bound.values() for leaf in leaves(arg) if isinstance(leaf, Tensor)]
         explicit = any(x.requires_grad for x in operands)
         values = (
-            IRValue(f"x{i}", tuple(x.shape), x.dtype, x.requires_grad if explicit else x.is_floating_point())
+            IRValue(f"x{i}", tuple(x.shape), x.dtype, x.requires_grad if explicit else is_continuous(x))
             for i, x in enumerate(operands)
         )
         named = map_leaves(tuple(bound.values()), lambda leaf: next(values) if isinstance(leaf, Tensor) else leaf)
@@ -173,7 +182,7 @@ class _Call:
             function = getattr(operator, "apply", operator)  # of an autograd Function
             return _tensors(function(*copy(args), **{key: copy(value) for key, value in kwargs.items()}))
 
-    def trial(self, assignment: Assignment, mesh: Mesh) -> Trial:
+    def trial(self, assignment: Assignment, mesh: Mesh, whole: _Whole) -> Trial:
         """Run the call split as ``assignment`` says and compare."""
         operand_layouts, result_layouts = layouts(self.rule, assignment, mesh)
         local = localise(self.op, self.rule, assignment, mesh)
@@ -181,41 +190,40 @@ class _Call:
         trial = Trial(mesh, assignment, source)
         if not allowed(self.rule, assignment, mesh):
             return replace(trial, skipped=True)
-        generator = torch.Generator().manual_seed(self.seed)
-        whole = self._run_whole(generator)
-        outcomes = self._run_split(local, assignment, mesh, whole, generator)
+        outcomes = self._run_split(local, assignment, mesh, whole)
         if isinstance(outcomes, Exception):
             known = isinstance(outcomes, DisagreementError)
             return replace(trial, failure=str(outcomes) if known else f"{type(outcomes).__name__}: {outcomes}")
+        tolerance = max(accepted(x) for x in (*self.operands, *whole.outcome.results))
         worst = 0.0
         for what, reference, pieces, layout in self._comparisons(whole, outcomes, operand_layouts, result_layouts):
             try:
-                error = largest_difference(joined(pieces, layout, mesh), reference)
+                error = largest_difference(joined(pieces, layout, mesh, tolerance), reference)
             except DisagreementError as disagreement:
                 return replace(trial, failure=f"{what}: {disagreement}")
-            if not error <= accepted(reference):
+            if not error <= tolerance:
                 return replace(trial, failure=f"{what} is wrong by {error:.1e}", error=error)
             worst = max(worst, error)
         return replace(trial, error=worst)
 
-    def _run_whole(self, generator: torch.Generator) -> tuple[_Outcome, list[Tensor]]:
+    def run_whole(self) -> _Whole:
         """The unsplit call, and the gradients sent back through it."""
         alone = Mesh((("a", 1),))
         op = localise(self.op, self.rule, {}, alone)
         env = {"self": self._module(alone, {"a": 0})}
+        generator = torch.Generator().manual_seed(self.seed)
         results = self._run(op, self.operands, env, None).results
-        grads = [torch.randn(y.shape, dtype=y.dtype, generator=generator) if y.is_floating_point() else y for y in results]
-        return self._run(op, self.operands, env, grads), grads
+        grads = [torch.randn(y.shape, dtype=y.dtype, generator=generator) if is_continuous(y) else y for y in results]
+        return _Whole(self._run(op, self.operands, env, grads), grads)
 
-    def _run_split(
-        self, local: IROp, assignment: Assignment, mesh: Mesh, whole: tuple[_Outcome, list[Tensor]], generator: torch.Generator
-    ) -> list[_Outcome] | Exception:
+    def _run_split(self, local: IROp, assignment: Assignment, mesh: Mesh, whole: _Whole) -> list[_Outcome] | Exception:
         """The local calls of all ranks, on threads if they communicate; an exception one of them raised."""
         operand_layouts, result_layouts = layouts(self.rule, assignment, mesh)
+        generator = torch.Generator().manual_seed(self.seed + 1)
         pieces = [shards(x, layout, mesh, generator) for x, layout in zip(self.operands, operand_layouts, strict=True)]
         grads = [
-            shards(g, dual(layout), mesh, generator) if g.is_floating_point() else [g] * mesh.size  # the latter are not used
-            for g, layout in zip(whole[1], result_layouts, strict=True)
+            shards(g, dual(layout), mesh, generator) if is_continuous(g) else [g] * mesh.size  # the latter are not used
+            for g, layout in zip(whole.sent, result_layouts, strict=True)
         ]
 
         def run(rank: int, axes: Mapping[str, Any]) -> _Outcome:
@@ -238,13 +246,13 @@ class _Call:
 
     def _comparisons(
         self,
-        whole: tuple[_Outcome, list[Tensor]],
+        whole: _Whole,
         outcomes: list[_Outcome],
         operand_layouts: Sequence[Layout],
         result_layouts: Sequence[Layout],
     ) -> Iterator[tuple[str, Tensor, list[Tensor], Layout]]:
         """``(what it is, the reference, what the ranks hold, the layout they hold it in)``."""
-        reference, _ = whole
+        reference = whole.outcome
         if any(len(outcome.results) != len(reference.results) for outcome in outcomes):
             raise AnnotationError(f"{self.op.target} gives another number of results on a shard")
         for i, (y, layout) in enumerate(zip(reference.results, result_layouts, strict=True)):
@@ -276,7 +284,7 @@ class _Call:
         if grads is not None and wanted:
             sent = [(y, g) for y, g in zip(results, grads, strict=True) if y.requires_grad]
             for i, (y, g) in enumerate(zip(results, grads, strict=True)):
-                if y.is_floating_point() and y.shape != g.shape:
+                if is_continuous(y) and y.shape != g.shape:
                     raise DisagreementError(f"result {i} of a rank is {list(y.shape)} where its piece is {list(g.shape)}")
             if sent:
                 found = torch.autograd.grad(

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import get_testing_overrides, handle_torch_function, has_torch_function, resolve_name
 
 from shardwright.compiler.ir.op import IROp, leaves
 from shardwright.compiler.ops import registry
@@ -118,8 +118,9 @@ def register_op(
         parse(annotation)
 
     def register(function: Function) -> Function:
-        registered = _dispatched(function, fake)
         path = _import_path(function)
+        _check_free(function, name or path)
+        registered = _dispatched(function, fake)
         signature, normalise = _signature(function)
         is_torch_function = _is_function_class(function)
         derivative = not (is_torch_function or _is_custom_op(function)) if grad_linear is None else grad_linear
@@ -134,30 +135,26 @@ def register_op(
             emit,
             input_gen,
         )
-        _enter(opdef, [registered, function, *_overloads(function)], normalise)
+        registry.OPS[opdef.name] = opdef
+        for known in (registered, function, *_overloads(function)):
+            registry.CALLABLES[known] = (opdef.name, normalise)
         return registered
 
     return register
 
 
-def _enter(opdef: UserOpDef, functions: Sequence[Any], normalise: registry.Normalise | None) -> None:
-    """Put an operator into the registry; registering the same function again (a reloaded module) replaces it."""
-    known = registry.get(opdef.name)
-    if known is not None and not isinstance(known, UserOpDef):
-        raise AnnotationError(f"register_op: there is an operator named {opdef.name!r} already", hint="pass another name=")
-    registry.OPS[opdef.name] = opdef
-    for function in functions:
-        found = registry.find(function)
-        if found is not None and not isinstance(found[0], UserOpDef):
-            raise AnnotationError(f"register_op: {opdef.name} has a rule already, as the operator {found[0].name!r}")
-        registry.CALLABLES[function] = (opdef.name, normalise)
+def _check_free(function: Any, name: str) -> None:
+    """Neither the function nor the name may belong to an operator of ours; registering one's own again replaces it."""
+    found, named = registry.find(function), registry.get(name)
+    if found is not None and not isinstance(found[0], UserOpDef):
+        raise AnnotationError(f"register_op: {name} has a rule already, as the operator {found[0].name!r}")
+    if named is not None and not isinstance(named, UserOpDef):
+        raise AnnotationError(f"register_op: there is an operator named {name!r} already", hint="pass another name=")
 
 
 def _dispatched(function: Function, fake: Callable[..., Any] | None) -> Function:
     """The function as something torch's dispatch knows of, so that a trace sees the call and not what is in it."""
-    of_torch = str(getattr(function, "__module__", "")).startswith("torch.")
-    native = of_torch or isinstance(function, BuiltinFunctionType | MethodDescriptorType)
-    if native or _is_function_class(function) or _is_custom_op(function):
+    if _is_native(function) or _is_function_class(function) or _is_custom_op(function):
         return function
 
     @functools.wraps(function)
@@ -179,6 +176,12 @@ def _differentiable(result: Any, inputs: Sequence[Tensor]) -> Any:
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 leaf.requires_grad_()
     return result
+
+
+def _is_native(function: Any) -> bool:
+    """Whether it is a function of torch, which dispatches itself."""
+    of_torch = str(getattr(_python(function), "__module__", "")).startswith("torch.")
+    return of_torch or isinstance(function, BuiltinFunctionType | MethodDescriptorType)
 
 
 def _is_function_class(function: Any) -> bool:
@@ -209,11 +212,13 @@ def _import_path(function: Any) -> str:
     """Where generated code finds the function."""
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return f"torch.ops.{str(function).replace('::', '.')}"
+    if _is_native(function) and (name := resolve_name(function)):
+        return name
     python = _python(function)
     module, qualname = getattr(python, "__module__", None), getattr(python, "__qualname__", None)
     if not module or not qualname or "<" in qualname:
         raise AnnotationError(
-            f"register_op: generated code cannot import {qualname or function!r}",
+            f"register_op: generated code cannot import {qualname or function}",
             why="it has no name at the top level of a module",
             hint="move it to the top level of a module",
         )
@@ -234,7 +239,7 @@ def _signature(function: Any) -> tuple[str, registry.Normalise | None]:
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         schema = (function if isinstance(function, torch._ops.OpOverload) else function.default)._schema
         return ", ".join(argument.name for argument in schema.arguments), None
-    signature = inspect.signature(function.forward if _is_function_class(function) else _python(function))
+    signature = _inspected(function)
     parameters = list(signature.parameters.values())
     if _is_function_class(function) and function.setup_context is torch.autograd.Function.setup_context:
         parameters = parameters[1:]  # ctx
@@ -259,6 +264,17 @@ def _signature(function: Any) -> tuple[str, registry.Normalise | None]:
         return (), dict(bound.arguments)
 
     return str(inspect.Signature(bare))[1:-1], filled
+
+
+def _inspected(function: Any) -> inspect.Signature:
+    python = function.forward if _is_function_class(function) else _python(function)
+    try:
+        return inspect.signature(get_testing_overrides().get(python, python) if _is_native(function) else python)
+    except ValueError:
+        raise AnnotationError(
+            f"register_op: the parameters of {_import_path(function)} are not known",
+            hint="call it from a Python function, and register that",
+        ) from None
 
 
 def _named(kind: Any) -> Any:

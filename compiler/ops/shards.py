@@ -48,17 +48,17 @@ def shards(x: Tensor, layout: Layout, mesh: Mesh, generator: torch.Generator) ->
 def _summands(x: Tensor, sizes: Sequence[int], generator: torch.Generator) -> list[Tensor]:
     """Random tensors that sum to ``x``, one per rank of the axes with these sizes."""
     count = int(torch.tensor([1, *sizes]).prod())
-    if x.is_floating_point() or x.is_complex():
+    if is_continuous(x):
         parts = [torch.randn(x.shape, dtype=x.dtype, generator=generator) for _ in range(count - 1)]
     else:
         parts = [torch.randint(-3, 4, x.shape, generator=generator).to(x.dtype) for _ in range(count - 1)]
     return [*parts, x - sum(parts) if parts else x]
 
 
-def joined(pieces: Sequence[Tensor], layout: Layout, mesh: Mesh) -> Tensor:
+def joined(pieces: Sequence[Tensor], layout: Layout, mesh: Mesh, tolerance: float) -> Tensor:
     """The whole tensor from what the ranks hold.
 
-    Raises :class:`DisagreementError` if a piece has the wrong shape, or copies differ by more than :func:`accepted`.
+    Raises :class:`DisagreementError` if a piece has the wrong shape, or copies differ by more than ``tolerance``.
     """
     whole: dict[tuple[int, ...], Tensor] = {}  # by the coordinates along the axes on which ranks hold copies
     copied = [axis for axis in mesh.names if axis not in layout.cut_axes and axis not in layout.partial]
@@ -72,14 +72,19 @@ def joined(pieces: Sequence[Tensor], layout: Layout, mesh: Mesh) -> Tensor:
         total[here] = total[here] | piece if piece.dtype == torch.bool else total[here] + piece
     first, *others = whole.values()
     for other in others:
-        if (error := largest_difference(other, first)) > accepted(first):
+        if (error := largest_difference(other, first)) > tolerance:
             raise DisagreementError(f"copies that must be equal differ by {error:.1e}")
     return first
 
 
+def is_continuous(x: Tensor) -> bool:
+    """Whether ``x`` holds real or complex numbers, and may have a gradient."""
+    return x.is_floating_point() or x.is_complex()
+
+
 def accepted(x: Tensor) -> float:
     """The largest difference taken for rounding: 1e-10 in float64, a thousand units of rounding in other precisions."""
-    if x.dtype in (torch.float64, torch.complex128) or not (x.is_floating_point() or x.is_complex()):
+    if x.dtype in (torch.float64, torch.complex128) or not is_continuous(x):
         return 1e-10
     return 1000 * torch.finfo(x.dtype).eps
 
@@ -88,7 +93,7 @@ def largest_difference(x: Tensor, reference: Tensor) -> float:
     """``max |x - reference|`` over ``max(1, max |reference|)``; NaN and infinities must stand in the same places."""
     if x.numel() == 0:
         return 0.0
-    if x.dtype == torch.bool or not (x.is_floating_point() or x.is_complex()):
+    if not is_continuous(x):
         return float((x != reference).any())
     finite = reference.isfinite()
     if not torch.equal(x.isfinite(), finite) or not torch.equal(x[~finite].nan_to_num(), reference[~finite].nan_to_num()):

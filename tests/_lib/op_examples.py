@@ -1,6 +1,6 @@
 """Example calls of operators, on which the prover runs: small, with sizes that do and do not divide.
 
-Each entry is ``name: (call, ...)``; a call is a tuple ``(function, args)`` or ``(function, args, kwargs)``.
+A call is a tuple ``(function, args)`` or ``(function, args, kwargs)``; the function may be an entry of the registry.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from shardwright.compiler.ops import registry
 
 Call = tuple[Any, ...]
 
@@ -308,7 +310,173 @@ def recurrent() -> list[Call]:
     ]
 
 
+# fmt: off
+UNARY = [
+    "abs", "acos", "angle", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "deg2rad", "digamma", "erf", "erfc",
+    "erfinv", "exp", "exp2", "expm1", "floor", "frac", "i0", "isfinite", "isinf", "isnan", "isneginf", "isposinf",
+    "isreal", "lgamma", "log", "log10", "log1p", "log2", "logical_not", "logit", "nan_to_num", "neg", "positive",
+    "rad2deg", "real", "reciprocal", "round", "rsqrt", "sgn", "sigmoid", "sign", "signbit", "sin", "sinc", "sinh", "sqrt",
+    "square", "tan", "tanh", "trunc", "clone", "detach", "conj", "conj_physical", "resolve_conj", "resolve_neg",
+]
+SPECIAL = [
+    "bessel_j0", "bessel_j1", "entr", "erfcx", "i0e", "i1", "i1e", "log_ndtr", "ndtr", "ndtri",
+]
+ACTIVATIONS = [
+    "celu", "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid", "mish",
+    "relu", "relu6", "selu", "silu", "softplus", "softshrink", "softsign", "tanhshrink",
+]
+BINARY = [
+    "add", "atan2", "copysign", "div", "eq", "float_power", "fmax", "fmin", "fmod", "ge", "gt", "hypot", "isclose",
+    "ldexp", "le", "logaddexp", "logaddexp2", "logical_and", "logical_or", "logical_xor", "lt", "maximum", "minimum",
+    "mul", "ne", "nextafter", "pow", "remainder", "rsub", "sub", "xlogy",
+]
+INTEGERS = [
+    "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift", "gcd", "lcm",
+]
+# fmt: on
+
+
+def pointwise() -> list[Call]:
+    p, q, row, n = _rand(3, 5).requires_grad_(), _rand(3, 1).requires_grad_(), _rand(5).requires_grad_(), _ints(6, 3, 5) + 1
+    mask = _rand(3, 5) > 0.5
+    return [
+        *[(getattr(torch, name), (p,)) for name in UNARY],
+        *[(getattr(torch.special, name), (p,)) for name in SPECIAL],
+        *[(getattr(F, name), (p,)) for name in ACTIVATIONS],
+        *[(getattr(torch, name), (p, q)) for name in BINARY],
+        *[(getattr(torch, name), (n, n[:, :1])) for name in INTEGERS],
+        (torch.bitwise_not, (n,)),
+        (torch.acosh, (p.detach() + 1,)),
+        (torch.special.zeta, (n + 1, n[:, :1])),
+        (torch.floor_divide, (n, n[:, :1])),
+        (torch.heaviside, (n - 3, n[0])),
+        (torch.special.xlog1py, (p, q)),
+        (torch.polygamma, (1, p)),
+        (F.threshold, (p, 0.5, 0.0)),
+        (F.prelu, (_randn(3, 5), row)),
+        (F.glu, (_randn(3, 6),)),
+        (torch.clamp, (p, 0.2, 0.7)),
+        (torch.clamp_min, (p, q)),
+        (torch.clamp_max, (p, 0.6)),
+        (torch.lerp, (p, row, q)),
+        (torch.complex, (p, row)),
+        (torch.polar, (p, row)),
+        (torch.imag, (torch.complex(p, q).detach(),)),
+        (torch.view_as_real, (torch.complex(p, q).detach(),)),
+        (torch.view_as_complex, (_rand(3, 4, 2).requires_grad_(),)),
+        (torch.addcmul, (p, row, q), {"value": 2}),
+        (torch.addcdiv, (p, row, q)),
+        (torch.where, (mask, p, row)),
+        (torch.masked_fill, (p, mask, 0.0)),
+        (torch.Tensor.to, (p, torch.float32)),
+        (torch.Tensor.contiguous, (p,)),
+        (torch.alias_copy, (p,)),
+    ]
+
+
+def new_tensors() -> list[Call]:
+    f64 = {"dtype": torch.float64}
+    return [
+        (torch.zeros, (4, 5), f64),
+        (torch.ones, ((4, 5),), f64),
+        (torch.full, ((4, 5), 2.0), f64),
+        (torch.Tensor.new_zeros, (X, (4, 5))),
+        (torch.zeros_like, (X,)),
+        (torch.arange, (1, 12, 2)),
+        (torch.eye, (4, 5), f64),
+        (torch.tril_indices, (4, 5)),
+        (torch.triu_indices, (4, 5)),
+        (torch.linspace, (0, 1, 7), f64),
+        (torch.logspace, (0, 1, 7), f64),
+    ]
+
+
+def indexed() -> list[Call]:
+    table, i, j = _randn(6, 4, 5), _ints(6, 3), _ints(4, 3)
+    places = _ints(4, 6, 3, 5)
+    rows = torch.randperm(6, generator=_GENERATOR)[:4]
+    getitem, put = torch.Tensor.__getitem__, torch.index_put
+    return [
+        (getitem, (table, (slice(None), slice(1, 3), 2))),
+        (getitem, (table, (Ellipsis, None, slice(None, None, 2)))),
+        (getitem, (table, i)),
+        (getitem, (table, (i, j))),
+        (getitem, (table, (slice(None), j))),
+        (torch.index_select, (table, 1, j)),
+        (torch.gather, (table, 1, places)),
+        (torch.take_along_dim, (table, places), {"dim": 1}),
+        (torch.take, (table, i)),
+        (torch.narrow, (table, 0, 1, 3)),
+        (torch.select, (table, 1, 2)),
+        (torch.isin, (i, j)),
+        (torch.bucketize, (_rand(4, 5), torch.tensor([0.2, 0.5], dtype=torch.float64))),
+        (torch.scatter, (table, 1, places, _randn(6, 3, 5))),
+        (torch.scatter_add, (table, 1, places, _randn(6, 3, 5))),
+        (torch.scatter_reduce, (table, 1, places, _randn(6, 3, 5), "sum")),
+        (torch.index_add, (table, 0, i, _randn(3, 4, 5))),
+        (torch.index_copy, (table, 0, rows, _randn(4, 4, 5))),
+        (torch.index_fill, (table, 1, j, 0.0)),
+        (torch.slice_scatter, (table, _randn(6, 2, 5), 1, 1, 3)),
+        (torch.select_scatter, (table, _randn(6, 5), 1, 2)),
+        (torch.diagonal_scatter, (_randn(4, 5, 5), _randn(4, 5), 0, 1, 2)),
+        (put, (table, (rows,), _randn(4, 4, 5))),
+        (registry.get("index_put_dims"), (table, (None, rows[:3] % 4), _randn(6, 3, 5))),
+        (torch.masked_scatter, (table, table > 0, _randn(6, 4, 5))),
+    ]
+
+
+def views() -> list[Call]:
+    x, square = _randn(4, 3, 6), _randn(3, 5, 5)
+    return [
+        (torch.Tensor.view, (x, 4, 3, 2, 3)),
+        (torch.reshape, (x, (12, 6))),
+        (torch.flatten, (x, 1)),
+        (torch.unflatten, (x, 2, (2, 3))),
+        (torch.squeeze, (_randn(4, 1, 5),)),
+        (torch.unsqueeze, (x, 1)),
+        (torch.transpose, (x, 0, 2)),
+        (torch.t, (square[0],)),
+        (torch.permute, (x, (2, 0, 1))),
+        (torch.movedim, (x, 0, 2)),
+        (torch.Tensor.expand, (_randn(3, 1), 4, 3, 5)),
+        (torch.broadcast_tensors, (_randn(3, 1), _randn(5))),
+        (torch.Tensor.repeat, (x, 2, 1, 1)),
+        (torch.repeat_interleave, (x, 2, 1)),
+        (torch.meshgrid, (_randn(3), _randn(4)), {"indexing": "ij"}),
+        (torch.cat, ((x, _randn(4, 5, 6)), 1)),
+        (torch.stack, ((x, _randn(4, 3, 6)), 1)),
+        (torch.split, (x, 2, 2)),
+        (torch.split, (x, (2, 4), 2)),
+        (torch.chunk, (x, 3, 2)),
+        (torch.tensor_split, (x, 2, 0)),
+        (torch.unbind, (x, 1)),
+        (torch.roll, (x, 1, 1)),
+        (torch.flip, (x, (1,))),
+        (torch.tril, (square,)),
+        (torch.triu, (square,)),
+        (F.pad, (x, (1, 2))),
+        (torch.diff, (x,)),
+        (torch.diagonal, (square, 0, 1, 2)),
+        (torch.diag_embed, (_randn(3, 4),)),
+        (torch.Tensor.unfold, (x, 2, 3, 1)),
+    ]
+
+
 EXAMPLES: dict[str, list[Call]] = {
     function.__name__: function()
-    for function in (products, reductions, norms, attention, images, tables, losses, random, recurrent)
+    for function in (
+        pointwise,
+        new_tensors,
+        indexed,
+        views,
+        products,
+        reductions,
+        norms,
+        attention,
+        images,
+        tables,
+        losses,
+        random,
+        recurrent,
+    )
 }

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwright.compiler.ops.register import register_op
+from shardwright.compiler.ops.rule import ParallelFactor, ParallelForm
 
 
 @register_op("b s h^, h^ -> b s h^")
@@ -136,3 +137,58 @@ class WrongBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return grads[0].clamp(-0.1, 0.1)
+
+
+# ---------------------------------------------------------------- with all the options
+
+
+def plain(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def one_more_dim(x: Tensor) -> Tensor:
+    return x.unsqueeze(-1).expand(*x.shape, 3)
+
+
+def with_keywords(x: Tensor, **options: Any) -> Tensor:
+    return x
+
+
+@register_op("a b -> a b")
+@torch.jit.script
+def scripted(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+@register_op("a b -> a b")
+@torch.compile
+def compiled(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+@register_op(
+    lambda x, num_blocks: f"(n={num_blocks} r) c -> n c r^",
+    localise=lambda op, rule, local: {"num_blocks": local.shape(rule.results[0])[0]},
+    input_gen=lambda op: [torch.zeros(op.operands[0].shape)],
+    nonempty=True,
+)
+def row_blocks(x: Tensor, num_blocks: int = 2) -> Tensor:
+    return x.view(num_blocks, -1, x.shape[-1]).transpose(1, 2)
+
+
+def mean_square_form(x: Tensor, count: int) -> Tensor:
+    """The mean of squares of a row of which ``x`` is a piece, as a summand."""
+    return x.square().sum(-1) / count
+
+
+@register_op(
+    "a b+ -> a",
+    parallel=ParallelForm(
+        "user_ops.mean_square_form",
+        {"b": ParallelFactor()},
+        {},
+        lambda op, local: {"count": op.operands[0].shape[1]},
+    ),
+)
+def mean_square(x: Tensor) -> Tensor:
+    return x.square().mean(-1)

@@ -1,0 +1,87 @@
+"""Every rule of the operator tables is proved on example calls: all strategies, on two and three ranks.
+
+The calls are those that torch's dispatch reports, so the aliases and their arguments are tested along with the rules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import op_examples
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from shardwright.compiler.ops import registry
+from shardwright.compiler.ops.opdef import OpDef
+from shardwright.compiler.ops.prover import prove
+from shardwright.compiler.ops.terms import RUNTIME
+
+WITHOUT_EXAMPLE = {
+    "ctc_loss": "nothing may be split",
+    "empty": "its values are arbitrary",
+    "randperm": "nothing may be split",
+    "tensor": "nothing may be split",
+}
+
+CALLS = [
+    pytest.param(function, args, kwargs[0] if kwargs else {}, id=f"{group}-{getattr(function, '__name__', 'entry')}-{index}")
+    for group, calls in op_examples.EXAMPLES.items()
+    for index, (function, args, *kwargs) in enumerate(calls)
+]
+
+
+class FirstCall(TorchFunctionMode):
+    """Remembers the first call that torch dispatches."""
+
+    call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func.__name__ != "__get__":  # reading a property of a tensor
+            self.call = self.call or (func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def dispatched(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The call as a trace sees it; entries of the registry and in-place methods as they are."""
+    if isinstance(function, OpDef) or (function.__name__[-1] == "_" and function.__name__[:2] != "__"):
+        return function, args, kwargs
+    with FirstCall() as mode, torch.random.fork_rng(devices=[]):
+        function(*args, **kwargs)
+    assert mode.call is not None, f"{function} is not dispatched"
+    return mode.call
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, about broadcasting in losses and about beta functions
+@pytest.mark.parametrize(("function", "args", "kwargs"), CALLS)
+def test_rule_holds(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    report = prove(*dispatched(function, args, kwargs))
+    assert report.ok, str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("function", "args", "kwargs"), CALLS)
+def test_rule_holds_on_two_axes(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if getattr(function, "__name__", "") == "grouped_mm":
+        pytest.skip("torch's kernel takes only pieces of a multiple of 16 bytes")
+    report = prove(function, args, kwargs, num_ranks=[{"u": 2, "v": 2}])
+    assert report.ok, str(report)
+
+
+def test_every_operator_has_an_example() -> None:
+    registry.load_tables()
+    operators = {name for name, opdef in registry.OPS.items() if type(opdef) is OpDef and not name.startswith(RUNTIME)}
+    shown = {found[0].name for call in CALLS if (found := registry.find(call.values[0]))}
+    shown |= {call.values[0].name for call in CALLS if isinstance(call.values[0], OpDef)}
+    assert operators - shown == set(WITHOUT_EXAMPLE)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_more_ranks_than_elements() -> None:
+    """Pieces may be empty, unless the rule says that the function refuses them."""
+    for function, args, *kwargs in (
+        op_examples.EXAMPLES["losses"] + op_examples.EXAMPLES["norms"] + op_examples.EXAMPLES["attention"]
+    ):
+        report = prove(function, args, kwargs[0] if kwargs else {}, num_ranks=(7,))
+        assert report.ok, str(report)

@@ -1,6 +1,7 @@
-"""The commands: ``compile``, ``inspect``, ``accept``.
+"""The commands: ``compile``, ``verify``, ``inspect``, ``accept``.
 
-Exit codes: 0 done, 1 an error (printed in words; with ``--debug`` as a traceback), 2 a command line that does not parse.
+Exit codes: 0 done; 1 an error, printed in words (``--debug``: with its traceback), or a plan that ``verify`` finds to differ
+from one device; 2 a command line that does not parse.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from shardwright.compiler.cache import generated_directory, read_plan
 from shardwright.compiler.cli_targets import load_model, load_target, read_settings
 from shardwright.compiler.generate import Generated, Order, generate
 from shardwright.compiler.plan_tables import show_directory
+from shardwright.compiler.verification.verify import verify
+from shardwright.policies.policy import Policy
 from shardwright.policies.registry import find_policy, policy_names
 from shardwright.runtime.config import ComputeConfig, ReuseType
 from shardwright.runtime.errors import ConfigError, ShardwrightError, did_you_mean, format_error
@@ -32,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     options = _parser().parse_args(arguments)
     try:
-        options.run(options)
+        code: int = options.run(options)
     except ShardwrightError as error:
         if options.debug:
             raise
@@ -44,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         what = f"{type(error).__name__}: {error}"
         _print_error(format_error(what, hint="run the command again with --debug to see where it was raised"))
         return 1
-    return 0
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,7 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_compile(parser: argparse.ArgumentParser) -> None:
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    """What model, under what plan."""
     parser.add_argument(
         "target",
         metavar="MODULE:NAME",
@@ -85,6 +89,10 @@ def _add_compile(parser: argparse.ArgumentParser) -> None:
         dest="settings",
         help="a field of ComputeConfig; values are JSON; pas_config.KEY=VALUE for an option of the policy; repeatable",
     )
+
+
+def _add_compile(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
     parser.add_argument("--dtype", help="compile as if the module had been cast to this dtype: bfloat16, float64, ...")
     parser.add_argument(
         "--gen-savedir", default=".shardwright", metavar="DIR", help="where the files go (default: %(default)s)"
@@ -110,17 +118,14 @@ def _add_directory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, metavar="DIR", help="the folder with manifest.json and gencode0.py")
 
 
-def _compile(options: argparse.Namespace) -> None:
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps to compare (default: %(default)s)")
+
+
+def _compile(options: argparse.Namespace) -> int:
     source, dummy_args = load_model(options.target, options.args)
-    config = ComputeConfig.of(
-        {
-            "plan_ngpus": options.plan_ngpus,
-            "runtime_ngpus": options.plan_ngpus if options.runtime_ngpus is None else options.runtime_ngpus,
-            **_config_fields(options.settings),
-        }
-    )
-    policy = find_policy(load_target(options.policy) if ":" in options.policy else options.policy)
-    policy.check(config)
+    policy, config = _plan(options)
     order = Order(
         source=source,
         dummy_args=dummy_args,
@@ -132,6 +137,29 @@ def _compile(options: argparse.Namespace) -> None:
         dump=options.dump,
     )
     _report(generate(order), order)
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    source, dummy_args = load_model(options.target, options.args)
+    policy, config = _plan(options)
+    report = verify(source.make(), dummy_args, policy.name if policy.built_in else policy.apply, config, steps=options.steps)
+    _console().print(str(report), soft_wrap=True)
+    return 0 if report.ok else 1
+
+
+def _plan(options: argparse.Namespace) -> tuple[Policy, ComputeConfig]:
+    """The policy and the config of a command line, checked."""
+    config = ComputeConfig.of(
+        {
+            "plan_ngpus": options.plan_ngpus,
+            "runtime_ngpus": options.plan_ngpus if options.runtime_ngpus is None else options.runtime_ngpus,
+            **_config_fields(options.settings),
+        }
+    )
+    policy = find_policy(load_target(options.policy) if ":" in options.policy else options.policy)
+    policy.check(config)
+    return policy, config
 
 
 def _config_fields(settings: Sequence[str]) -> dict[str, object]:
@@ -176,17 +204,19 @@ def _report(generated: Generated, order: Order) -> None:
         console.print(f"{num_notes} {operators} could not be split: shardwright inspect {directory}", soft_wrap=True)
 
 
-def _inspect(options: argparse.Namespace) -> None:
+def _inspect(options: argparse.Namespace) -> int:
     manifest, plan = Manifest.read(options.directory), read_plan(options.directory)
     show_directory(_console(), options.directory, manifest, plan, every_layer=options.every_layer)
+    return 0
 
 
-def _accept(options: argparse.Namespace) -> None:
+def _accept(options: argparse.Namespace) -> int:
     changed = accept(options.directory)
     _console().print(f"accepted {', '.join(changed)}" if changed else "nothing to accept: no file was edited", soft_wrap=True)
+    return 0
 
 
-_COMMANDS: Mapping[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None], str]] = {
+_COMMANDS: Mapping[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]] = {
     "compile": (
         _add_compile,
         _compile,
@@ -197,6 +227,16 @@ _COMMANDS: Mapping[str, tuple[Callable[[argparse.ArgumentParser], None], Callabl
     shardwright compile my_models:make_gpt --policy tp --plan-ngpus 4 --set outputs=loss --set seed=3 --dump passes/
 
 The same parallelize(...) call under torchrun then finds the files and loads them.""",
+    ),
+    "verify": (
+        _add_verify,
+        _verify,
+        """Check a plan against one device, in this process.
+
+    shardwright verify my_models:make_gpt --policy tp --plan-ngpus 4
+
+Runs every rank as a thread, trains a few steps in float64, and compares losses, gradients, parameters and buffers with the
+model itself. The exit code is 1 if any of them differs by more than rounding.""",
     ),
     "inspect": (
         _add_inspect,

@@ -24,8 +24,8 @@ from shardwright.compiler.weights import Tensors, initial_values
 from shardwright.policies.policy import Policy
 from shardwright.runtime.config import ComputeConfig, ReuseType
 from shardwright.runtime.declarations import Declaration, Kind
-from shardwright.runtime.errors import ConfigError
-from shardwright.runtime.layout import Layout
+from shardwright.runtime.errors import ConfigError, PlanError
+from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.manifest import Manifest, sha256
 from shardwright.runtime.weights import CONSTANTS_FILE, WEIGHTS_FILE
 
@@ -107,7 +107,7 @@ def _make_or_find(
 
 
 def _compile(order: Order, graph: IRGraph, request: Request, manager: PassManager) -> Compiled:
-    return compile_graph(
+    compiled = compile_graph(
         graph,
         order.policy.apply,
         order.config,
@@ -116,6 +116,21 @@ def _compile(order: Order, graph: IRGraph, request: Request, manager: PassManage
         version=request.shardwright_version,
         manager=manager,
     )
+    _check_rank_order(compiled.plan.mesh, order.config.rank_order)
+    return compiled
+
+
+def _check_rank_order(mesh: Mesh, rank_order: str | None) -> None:
+    """Axes that the order names and the mesh lacks have one rank."""
+    if rank_order is None:
+        return
+    asked = tuple(name for name in rank_order.split("-") if name in mesh.names)
+    if asked != mesh.names:
+        raise PlanError(
+            "the plan's mesh does not follow rank_order",
+            why=f"rank_order is {rank_order!r}, the axes of the mesh are {'-'.join(mesh.names)!r}, major to minor",
+            hint="leave rank_order out, or use a policy that builds its mesh in this order",
+        )
 
 
 def _different(order: Order, why: str) -> ConfigError:

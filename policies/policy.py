@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
 
-from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.runtime.config import ORIGINAL_OPTION_NAMES, ComputeConfig
 from shardwright.runtime.errors import ConfigError, did_you_mean
 
-PolicyFunction = Callable[[IRGraph, ComputeConfig], Any]
-"""Takes the graph and the config; returns the graph with its plan applied, or the plan."""
+PolicyFunction = Callable[[PlannableGraph, ComputeConfig], Any]
+"""Takes the graph, with rules and dims, and the config; returns the graph with its plan applied, or the plan."""
 
 Options = TypeVar("Options")
 

@@ -411,6 +411,23 @@ def test_positional_only_arguments_are_refused(tmp_path):
     assert refusal(TraceError, act).startswith("Positional.forward has positional-only parameters: x\n")
 
 
+def test_the_rank_order_is_kept_or_refused(tmp_path):
+    def policy(graph, config):
+        return graph.builder({"dp": 2, "tp": 2}).build()
+
+    def compile_in(order):
+        fields = {"plan_ngpus": 4, "runtime_ngpus": 4, "rank_order": order}
+        return compile_net(tmp_path, policy=policy, fields=fields, reuse="moo")
+
+    assert Manifest.read(compile_in("pp-dp-tp")).mesh.names == ("dp", "tp")
+    for order in ("tp-dp", "dp"):
+        assert refusal(PlanError, lambda order=order: compile_in(order)) == (
+            "the plan's mesh does not follow rank_order\n"
+            f"  why:   rank_order is {order!r}, the axes of the mesh are 'dp-tp', major to minor\n"
+            "  try:   leave rank_order out, or use a policy that builds its mesh in this order"
+        )
+
+
 def test_a_dict_for_a_config(tmp_path):
     parallelize(net(), {"x": X}, "tp", {"plan_ngpus": 2, "runtime_ngpus": 4}, gen_savedir=tmp_path, load_module=False)
     assert Manifest.read(folder_of(tmp_path)).request["config"]["runtime_ngpus"] == 4

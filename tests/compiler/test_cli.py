@@ -26,6 +26,15 @@ def make():
     return net(), {"x": X}
 
 
+class Scalar(Net):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
+def scalar():
+    return Scalar(), {"x": X}
+
+
 def only_a_module():
     return net()
 
@@ -129,6 +138,16 @@ def test_inspect_groups_layers_and_says_where_it_replicates(run):
     assert "layers.*" not in out and "layers.0.bias" in out
 
 
+def test_verify(run, monkeypatch, capsys):
+    out = run("verify my_models:scalar --policy data --plan-ngpus 2 --runtime-ngpus 4 --steps 2")
+    assert out.startswith("4 ranks in units of dp=2, compared with the model on one device\n")
+    assert [line.split()[0] for line in out.splitlines()[2:]] == ["losses", "gradients", "parameters", "buffers"]
+    assert "differ" not in out
+    monkeypatch.setattr("shardwright.runtime.adapters.all_reduce", lambda x, axis, backward="identity": x)
+    assert main(["verify", "my_models:scalar", "--policy", "tp", "--plan-ngpus", "2", "--steps", "1"]) == 1
+    assert "differ" in capsys.readouterr().out
+
+
 def test_accept(run):
     run("compile my_models:make --policy tp --plan-ngpus 2")
     assert run(f"accept {NET}") == "nothing to accept: no file was edited\n"
@@ -225,7 +244,7 @@ def test_version_and_help_as_a_program():
     assert shown.stdout == f"shardwright {shardwright.__version__} (torch {torch.__version__})\n"
 
 
-@pytest.mark.parametrize("command", ["compile", "inspect", "accept"])
+@pytest.mark.parametrize("command", ["compile", "verify", "inspect", "accept"])
 def test_every_command_has_help(command, capsys):
     for line in ("--help", f"{command} --help"):
         with pytest.raises(SystemExit) as caught:

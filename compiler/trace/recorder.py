@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
@@ -30,7 +31,8 @@ class TensorType:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorType:
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        # views made under no_grad claim to require a gradient, but none flows through them
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad and torch.is_grad_enabled())
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class Variable:
     index: int = 0
     version: int = 0
     siblings: list[Variable] = field(default_factory=list)  # all results of the same call
+    buffer: str | None = None  # the FQN of the buffer this is
 
     @property
     def root(self) -> Variable:
@@ -79,6 +82,7 @@ class Recorder:
         self.names = Namer()
         self.ops: list[IROp] = []
         self.op_names = Namer()
+        self._label: str | None = None  # names the next results, if set
         self.calls: dict[str, tuple[Call, int]] = {}  # value name -> the call that made it, which result
         self.constants: list[tuple[IRValue, torch.Tensor]] = []
         self.variables: dict[int, Variable] = {}
@@ -90,7 +94,7 @@ class Recorder:
 
     def bind_source(self, tensor: torch.Tensor, value: IRValue) -> None:
         """Let ``tensor`` stand for a value that no operator makes."""
-        self.bind(tensor, Variable(value))
+        self.bind(tensor, Variable(value, buffer=value.fqn if value.kind is ValueKind.BUFFER else None))
 
     def bind(self, tensor: torch.Tensor, variable: Variable) -> None:
         self.variables[id(tensor)] = variable
@@ -154,15 +158,16 @@ class Recorder:
         result = TensorType(like.shape, like.dtype, like.requires_grad)
         return self.emit(Call(function, getattr(function, "__name__", ""), args, kwargs), [result])[0]
 
+    @contextmanager
+    def named(self, label: str | None) -> Iterator[None]:
+        """Name results after ``label`` (if any) instead of the user's variables, for writes to buffers."""
+        outer, self._label = self._label, label
+        try:
+            yield
+        finally:
+            self._label = outer
+
     def _name_results(self, results: list[TensorType], word: str, frame: FrameType | None) -> list[IRValue]:
-        scope = self.scope.path
-        assigned = () if self.scope.is_library else assigned_names(frame)
-        if self.scope.is_leaf and scope:
-            labels = [scope] * len(results)
-        elif len(assigned) == len(results):
-            labels = [f"{scope}.{name}" for name in assigned]
-        else:
-            labels = [f"{scope}.{assigned[0] if len(assigned) == 1 else word}"] * len(results)
         return [
             IRValue(
                 self.names.unique(label),
@@ -171,8 +176,20 @@ class Recorder:
                 result.requires_grad,
                 ValueKind.ACTIVATION,
             )
-            for label, result in zip(labels, results, strict=True)
+            for label, result in zip(self._labels(len(results), word, frame), results, strict=True)
         ]
+
+    def _labels(self, count: int, word: str, frame: FrameType | None) -> list[str]:
+        """The words that results are named by: the module's path, and the user's variable or the operator."""
+        if self._label is not None:
+            return [self._label] * count
+        scope = self.scope.path
+        if self.scope.is_leaf and scope:
+            return [scope] * count
+        assigned = () if self.scope.is_library else assigned_names(frame)
+        if len(assigned) == count:
+            return [f"{scope}.{name}" for name in assigned]
+        return [f"{scope}.{assigned[0] if len(assigned) == 1 else word}"] * count
 
     # arguments
 

@@ -133,7 +133,10 @@ class Tracer(TorchFunctionMode):
         if changed and not (found and found[0].name in _STATISTICS or name in _STATISTICS):
             hint = "use the form that returns a new tensor"
             raise self._error(f"{name}() changes one of its arguments in place", hint, "its functional form is not known")
-        if not results or (name in _CASTS and any(results[0] is tensor for tensor in inputs)):
+        if not results:
+            return out
+        unchanged = name in _CASTS or not torch.is_grad_enabled()  # without gradients, x.contiguous() would cut those of x
+        if unchanged and any(results[0] is tensor for tensor in inputs):
             return out
         if name == "cat" and (kept := _without_empty(args, kwargs)) is not None:
             args, kwargs = kept
@@ -181,14 +184,13 @@ class Tracer(TorchFunctionMode):
         pure_kwargs: dict[str, Any],
     ) -> Any:
         """Record ``functional`` in the place of ``func``, which writes to its first argument."""
-        target, recorder = args[0] if args else kwargs["input"], self._recorder
-        fresh = self.record(functional, plain_name(functional), pure_args, pure_kwargs)
-        value = recorder.value(fresh)
-        value = inplace.fitted(
-            recorder, TensorType(tuple(recorder.value(target).shape), target.dtype, value.requires_grad), value
-        )
-        out = self._run(func, args, kwargs)
-        inplace.write(recorder, recorder.variable(target), value)
+        tensor, recorder = args[0] if args else kwargs["input"], self._recorder
+        target, old = recorder.variable(tensor), recorder.value(tensor)
+        with recorder.named(target.root.buffer):
+            fresh = recorder.value(self.record(functional, plain_name(functional), pure_args, pure_kwargs))
+            value = inplace.fitted(recorder, TensorType(old.shape, old.dtype, fresh.requires_grad), fresh)
+            out = self._run(func, args, kwargs)
+            inplace.write(recorder, target, value)
         return out
 
     def _reshaped_in_place(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -203,12 +205,13 @@ class Tracer(TorchFunctionMode):
         """``x[index] = y`` and ``x.copy_(y)``."""
         recorder = self._recorder
         target, old = recorder.variable(args[0]), recorder.value(args[0])
-        if name == "copy_":
-            value = inplace.fitted(recorder, old, recorder.arg(args[1]))
-        else:
-            value = inplace.assign(recorder, old, recorder.arg(self._index(args[1])), recorder.arg(args[2]))
-        out = self._run(func, args, kwargs)
-        inplace.write(recorder, target, value)
+        with recorder.named(target.root.buffer):
+            if name == "copy_":
+                value = inplace.fitted(recorder, old, recorder.arg(args[1]))
+            else:
+                value = inplace.assign(recorder, old, recorder.arg(self._index(args[1])), recorder.arg(args[2]))
+            out = self._run(func, args, kwargs)
+            inplace.write(recorder, target, value)
         return out
 
     # constants

@@ -213,7 +213,7 @@ def _import_path(function: Any) -> str:
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return f"torch.ops.{str(function).replace('::', '.')}"
     if _is_native(function) and (name := resolve_name(function)):
-        return name
+        return str(name)
     python = _python(function)
     module, qualname = getattr(python, "__module__", None), getattr(python, "__qualname__", None)
     if not module or not qualname or "<" in qualname:

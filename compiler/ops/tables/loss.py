@@ -182,8 +182,9 @@ def _cross_entropy(form: str) -> Callable[[IROp], OpRule]:
         assert op.rule is not None, f"{op.name} has no rule"
         shape, class_dim = op.operands[0].shape, min(1, op.operands[0].ndim - 1)
         count = product(size for dim, size in enumerate(shape) if dim != class_dim)
+        start = start_of(op.rule.operands[0][class_dim], local)
         return {
-            "start": start_of(op.rule.operands[0][class_dim], local),
+            **({"start": start} if start != 0 else {}),
             **({"num_classes": shape[class_dim], "count": count} if op.target == "cross_entropy" else {}),
         }
 

@@ -14,7 +14,7 @@ from torch import nn
 from shardwright.compiler.broadcast import share_files
 from shardwright.compiler.cache import generated_directory
 from shardwright.compiler.generate import Order, generate
-from shardwright.compiler.job import Job, StoreExchange
+from shardwright.compiler.job import Exchange, Job, StoreExchange, WorldExchange
 from shardwright.compiler.module_source import ModuleSource
 from shardwright.policies.policy import PolicyFunction
 from shardwright.policies.registry import find_policy
@@ -113,10 +113,10 @@ def _title(module_or_class: Any) -> str:
     return getattr(module_or_class, "__name__", type(module_or_class).__name__)
 
 
-def _exchange(world: World) -> Any:
+def _exchange(world: World) -> Exchange | None:
     """How the ranks of the caller talk to each other; ``None`` for a single process."""
     if isinstance(world, ThreadWorld):
-        return world
+        return WorldExchange(world)
     return StoreExchange.of_process_group() if dist.is_available() and dist.is_initialized() else None
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -22,8 +22,10 @@ from shardwright.runtime.errors import DistributedError, ShardwrightError
 Result = TypeVar("Result")
 
 _job_numbers = itertools.count()
-_PATIENCE = timedelta(minutes=5)
-"""How long one wait on the store lasts before it is started again; a store has no wait without an end."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.5
+"""Between two questions to the store, doubling from the first to the longest."""
+_CONFIRM_S = 30.0
+"""How long rank 0 waits for ranks to read of an error; one that died never will."""
 
 
 class Exchange(Protocol):
@@ -40,6 +42,22 @@ class Exchange(Protocol):
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """What every rank passed, by rank."""
+
+    def confirm(self) -> None:
+        """Called on all ranks: rank 0 goes on when the others have called it, so have read what it sent."""
+
+
+class WorldExchange:
+    """Through the collectives of a world whose ranks are threads of this process."""
+
+    def __init__(self, world: Any) -> None:
+        self.rank: int = world.rank
+        self.size: int = world.size
+        self.broadcast_object = world.broadcast_object
+        self.all_gather_object = world.all_gather_object
+
+    def confirm(self) -> None:
+        """Nothing to wait for: what rank 0 sent stays when it ends."""
 
 
 class StoreExchange:
@@ -75,17 +93,29 @@ class StoreExchange:
         gathered: list[Any] = self.broadcast_object(values)
         return gathered
 
+    def confirm(self) -> None:
+        """The store may live in the process of rank 0, which is about to raise and perhaps to end."""
+        key = self._next_key()
+        if self.rank:
+            self._store.set(f"{key}/{self.rank}", "")
+            return
+        deadline = time.monotonic() + _CONFIRM_S
+        while time.monotonic() < deadline:
+            if self._store.check([f"{key}/{rank}" for rank in range(1, self.size)]):
+                return
+            time.sleep(_FIRST_PAUSE_S)
+
     def _next_key(self) -> str:
         self._num_calls += 1
         return str(self._num_calls)
 
     def _read(self, key: str) -> Any:
-        while True:
-            try:
-                self._store.wait([key], _PATIENCE)
-            except dist.DistStoreError:  # timed out; a lost connection is another error
-                continue
-            return json.loads(self._store.get(key))
+        # Asking again and again: the store's own wait has a timeout, which torch logs, and does not see Ctrl-C.
+        pause_s = _FIRST_PAUSE_S
+        while not self._store.check([key]):
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return json.loads(self._store.get(key))
 
 
 class Job:
@@ -109,6 +139,8 @@ class Job:
         for rank, other in enumerate(others, start=1):
             for name, value in first.items():
                 if other[name] != value:
+                    if self._exchange is not None:
+                        self._exchange.confirm()
                     raise DistributedError(
                         f"{self.title}: the ranks ask for different things",
                         why=f"{name} is {value!r} on rank 0, {other[name]!r} on rank {rank}",
@@ -128,11 +160,13 @@ class Job:
                 result = work()
             except BaseException as error:
                 self._exchange.broadcast_object({"error": _describe(error)})
+                self._exchange.confirm()
                 raise
             self._exchange.broadcast_object({"result": result})
             return result
         told = self._exchange.broadcast_object(None)
         if "error" in told:
+            self._exchange.confirm()
             raise self._rebuild(told["error"], 0)
         told_result: Result = told["result"]
         return told_result
@@ -148,6 +182,8 @@ class Job:
                 raise
             failure = error
         told = self.gather(_describe(failure) if failure else None)
+        if any(told) and self._exchange is not None:
+            self._exchange.confirm()
         if failure is not None:
             raise failure
         for rank, description in enumerate(told):

@@ -1,21 +1,23 @@
 """Ranks that act as one: threads that share a store stand for processes."""
 
 import threading
+import time
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from shardwright.compiler import job as job_module
-from shardwright.compiler.job import Job, StoreExchange
+from shardwright.compiler.job import Job, StoreExchange, WorldExchange
 from shardwright.runtime.errors import DistributedError, TraceError
 from shardwright.runtime.threads import run_ranks
 from shardwright.runtime.world import current_world
 
 
-def on_ranks(num_ranks, act):
+def on_ranks(num_ranks, act, store_timeout=timedelta(minutes=5)):
     """What ``act(job)`` returned or raised, by rank."""
     store = dist.HashStore()
+    store.set_timeout(store_timeout)
     outcomes = [None] * num_ranks
 
     def run(rank):
@@ -63,12 +65,12 @@ def test_several_exchanges_in_a_row_do_not_mix():
     assert on_ranks(3, act) == [("a", [0, 1, 2], "b", rank) for rank in range(3)]
 
 
-def test_waiting_outlasts_the_stores_timeout(monkeypatch):
-    monkeypatch.setattr(job_module, "_PATIENCE", timedelta(milliseconds=20))
+def test_waiting_outlasts_the_stores_timeout():
     release = threading.Event()
     timer = threading.Timer(0.3, release.set)
     timer.start()
-    assert on_ranks(2, lambda job: job.first_rank_does(lambda: release.wait(10))) == [True, True]
+    timeout = timedelta(milliseconds=20)
+    assert on_ranks(2, lambda job: job.first_rank_does(lambda: release.wait(10)), timeout) == [True, True]
     timer.join()
 
 
@@ -100,6 +102,32 @@ def test_an_error_of_any_rank_reaches_all():
         assert other.__notes__ == ["raised on rank 1 of 3"]
 
 
+@pytest.mark.parametrize("verb", ["first_rank_does", "every_rank_does"])
+def test_rank_zero_raises_when_the_others_have_read_the_error(verb):
+    """It may hold the store, which ends with its process."""
+    read, raised = [], []
+
+    def act(job):
+        if job.rank == 1:
+            time.sleep(0.3)
+            read.append(time.monotonic())
+        try:
+            getattr(job, verb)(lambda: raise_(TraceError("broken")) if job.rank == 0 else None)
+        finally:
+            if job.rank == 0:
+                raised.append(time.monotonic())
+
+    assert [str(error) for error in on_ranks(2, act)] == ["broken", "broken"]
+    assert raised[0] > read[0]
+
+
+def test_rank_zero_does_not_wait_for_the_dead(monkeypatch):
+    monkeypatch.setattr(job_module, "_CONFIRM_S", 0.1)
+    job = Job("compiling Net", StoreExchange(dist.HashStore(), 0, 2))
+    with pytest.raises(TraceError, match="broken"):
+        job.first_rank_does(lambda: raise_(TraceError("broken")))
+
+
 def test_ranks_that_ask_for_different_things():
     outcomes = on_ranks(2, lambda job: job.agree(model="Net", policy=["tp", "dp"][job.rank]))
     for outcome in outcomes:
@@ -111,10 +139,12 @@ def test_ranks_that_ask_for_different_things():
 
 
 def test_ranks_that_are_threads_of_one_process():
+    def job():
+        return Job("compiling Net", WorldExchange(current_world()))
+
     def act(rank):
-        job = Job("compiling Net", current_world())
-        return job.first_rank_does(lambda: "made"), job.gather(rank)
+        return job().first_rank_does(lambda: "made"), job().gather(rank)
 
     assert run_ranks(2, act) == [("made", [0, 1])] * 2
     with pytest.raises(TraceError, match="broken"):
-        run_ranks(2, lambda rank: Job("x", current_world()).first_rank_does(lambda: raise_(TraceError("broken"))))
+        run_ranks(2, lambda rank: job().first_rank_does(lambda: raise_(TraceError("broken"))))

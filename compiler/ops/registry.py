@@ -26,7 +26,8 @@ def define(
     renames: Mapping[str, str] | None = None,
 ) -> OpDef:
     """Add an operator. ``aliases`` are the callables that mean it: ``F.linear``, ``torch.Tensor.add``, or pairs
-    ``(callable, normalise)`` where the arguments must be rewritten first. A ``rule`` string is the same for every call."""
+    ``(callable, normalise)`` where the arguments must be rewritten first. A ``rule`` string is the same for every call.
+    """
     maker = rule if callable(rule) else (lambda op, text=rule: text)
     assert name not in OPS, f"operator {name} defined twice"
     OPS[name] = opdef = OpDef(name, signature, code, maker, renames)

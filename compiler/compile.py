@@ -82,7 +82,7 @@ def compile_graph(
     program = manager.run(FunctionPass("lower", lambda g: lower(g, plan)), planned)
     with manager.measure("emit"):
         origin = Origin(version, graph.name, plan.policy, digest)
-        files = emit(program, origin, config.plan_ngpus)
+        files = emit(program, origin, config.plan_ngpus, seed=config.seed, rng=config.rng)
         files["plan.json"] = plan.dumps()
     return Compiled(program, files, manager.report)
 

@@ -51,10 +51,13 @@ class Origin:
     digest: str
 
 
-def emit(program: Program, origin: Origin, num_ranks: int) -> dict[str, str]:
-    """``gencode<rank>.py`` for every rank of the unit: file name to text, identical for identical input."""
+def emit(program: Program, origin: Origin, num_ranks: int, *, seed: int = 0, rng: str = "fast") -> dict[str, str]:
+    """``gencode<rank>.py`` for every rank of the unit: file name to text, identical for identical input.
+
+    ``seed`` and ``rng`` are those of the config: where random operators start, and whether plans share their draws.
+    """
     writer = _Writer(program)
-    fields = writer.fields(origin)
+    fields = {**writer.fields(origin), "seed": seed, "rng": rng}
     template = _template()
     mesh = program.plan.mesh
     files = {}
@@ -137,13 +140,20 @@ class _Writer:
     # ---------------------------------------------------------------------------------------------------- signature
 
     def _signature(self) -> str:
-        """The arguments of forward in the order of the original, those absent from the dummy ones as ABSENT."""
+        """The arguments of forward in the order of the original. Tensors must be given; ABSENT stands for what tracing did not
+        see, and for a tensor that comes after an argument with a default. Other arguments default to what was traced."""
         graph = self.program.graph
-        given = {name for name, _ in graph.signature}
-        words = ["self"]
+        given = dict(graph.signature)
+        words, defaults = ["self"], False
         for name in graph.argument_order:
-            words.append(name if name in given and len(words) == len([w for w in words if "=" not in w]) else f"{name}=ABSENT")
-        if any("=" in word for word in words):
+            tree = given.get(name)
+            literal = tree is not None and tree.kind == "leaf" and isinstance(tree.value, bool | int | float | str | None)
+            if literal and tree is not None:
+                words.append(f"{name}={tree.value!r}".replace("'", '"'))
+            else:
+                words.append(f"{name}=ABSENT" if defaults or tree is None else name)
+            defaults = defaults or "=" in words[-1]
+        if any(word.endswith("=ABSENT") for word in words):
             self._need("ABSENT")
         return ", ".join(words)
 
@@ -203,7 +213,8 @@ class _Writer:
         for item in items:
             body += self._call_block(item, scope, program) if isinstance(item, Run) else [self._line(item, scope, program, "")]
         for buffer, value in program.buffer_updates:
-            body.append(Line(f'self.update_buffer("{buffer.fqn}", {scope.name(value)})'))
+            guards = ("if self.training",) if value.name in self._train_only else ()
+            body.append(Line(f'self.update_buffer("{buffer.fqn}", {scope.name(value)})', guards=guards))
         body.append(Line(f"return {self._output(program.output, scope)}"))
         return layout_lines([*head, *_axis_lines(body, program.plan.mesh.names), *body], 8)
 
@@ -239,6 +250,7 @@ class _Writer:
         targets = ", ".join(scope.name(value) for value in op.results)
         guards = []
         if op.only_in == "train":
+            self._train_only |= {value.name for value in op.results}
             guards.append("if self.training")
         if not op.grad_enabled:
             guards.append("with torch.no_grad()")
@@ -256,6 +268,7 @@ class _Writer:
         return "  ".join(word for word in (layout, path, source) if word)
 
     _in_method: bool = False
+    _train_only: set[str] = field(default_factory=set)
 
     def _adapter_line(self, instruction: Adapt, scope: Scope) -> Line:
         step = instruction.step
@@ -272,7 +285,11 @@ class _Writer:
             words.append(f'backward="{step.backward}"')
         scope.define(instruction.result)
         comment = f"{step.axis}: {step.transition}"
-        return Line(f"{scope.name(instruction.result)} = {step.kind}({', '.join(words)})", comment)
+        guards: tuple[str, ...] = ()
+        if instruction.value.name in self._train_only:
+            self._train_only.add(instruction.result.name)
+            guards = ("if self.training",)
+        return Line(f"{scope.name(instruction.result)} = {step.kind}({', '.join(words)})", comment, guards)
 
     def _cut(self, cut: CutSizes) -> str:
         self._need("Cut")

@@ -7,6 +7,7 @@ missing reduction or a doubled gradient stands out by ten orders of magnitude.
 from __future__ import annotations
 
 import copy
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -97,7 +98,7 @@ def verify(
             config = replace(config, rng="plan_independent")
             single = replace(config, plan_ngpus=1, runtime_ngpus=units, rank_order=None)
             reference, _ = trained(model, dummy_args, "dp", single, inputs, steps, optimizer, folder / "reference")
-        ours, mesh = trained(model, dummy_args, policy, config, inputs, steps, optimizer, folder / "plan")
+        ours, mesh = trained(model, dummy_args, policy, config, inputs, steps, optimizer, folder / "plan", reference)
     found = {
         "losses": deviations({"loss": ours.losses}, {"loss": reference.losses}),
         "gradients": deviations(ours.gradients, reference.gradients),
@@ -117,8 +118,12 @@ def trained(
     steps: int,
     optimizer: OptimizerFactory,
     folder: Path,
+    reference: Reference | None = None,
 ) -> tuple[Reference, Mesh]:
-    """What the ranks of a plan compute, put together again; the buffers are those of the first unit."""
+    """What the ranks of a plan compute, put together again; the buffers are those of the first unit.
+
+    ``reference``: of copies that differ, the one farthest from it is taken.
+    """
     parallelize(model, dummy_args, policy, config, gen_savedir=folder, load_module=False, reuse="override")
     (directory,) = {path.parent for path in folder.rglob("manifest.json")}
     manifest = Manifest.read(directory)
@@ -145,32 +150,41 @@ def trained(
         return losses, outputs, gradients, parameters, {name: b.clone() for name, b in module.named_buffers()}
 
     results = run_ranks(config.runtime_ngpus, rank)
-    first_unit = results[: mesh.size]
     losses = [[results[unit * mesh.size][0][step] for unit in range(len(inputs_per_unit))] for step in range(steps)]
     gradients: dict[str, Tensor | None] = {}
     parameters, buffers = {}, {}
     for name, declaration in manifest.tensors.items():
         if declaration.kind == "parameter":
-            pieces = [result[2].get(name) for result in first_unit]
-            gradients[name] = None if all(p is None for p in pieces) else whole(declaration, pieces, mesh)
-            parameters[name] = whole(declaration, [result[3][name] for result in first_unit], mesh)
+            pieces = [result[2].get(name) for result in results]
+            expected = reference.gradients[name] if reference else None
+            shape = torch.zeros(tuple(declaration.layout.shape), dtype=declaration.dtype)
+            gradients[name] = whole(declaration, pieces, mesh, shape if expected is None else expected)
+            if all(piece is None for piece in pieces):
+                gradients[name] = None
+            parameters[name] = whole(
+                declaration, [r[3][name] for r in results], mesh, reference.parameters[name] if reference else shape
+            )
         elif declaration.kind == "buffer":
-            buffers[name] = whole(declaration, [result[4][name] for result in first_unit], mesh)
+            held = [r[4][name] for r in results[: mesh.size]]
+            buffers[name] = whole(declaration, held, mesh, reference.buffers[name] if reference else held[0])
     return Reference(losses, [result[1] for result in results[:: mesh.size]], gradients, parameters, buffers), mesh
 
 
-def whole(declaration: Declaration, pieces: Sequence[Tensor | None], mesh: Mesh) -> Tensor:
-    """The tensor of which the ranks of a unit hold pieces; a missing piece is zeros."""
+def whole(declaration: Declaration, pieces: Sequence[Tensor | None], mesh: Mesh, reference: Tensor) -> Tensor:
+    """The tensor that ranks hold pieces of, each element from the rank where it is farthest from ``reference``, so that a
+    copy that went astray is seen. Units follow each other; a missing piece is zeros; what nobody holds is not a number."""
     layout: Layout = declaration.layout
-    result = torch.zeros(tuple(layout.shape), dtype=declaration.dtype)
-    for coords, piece in zip(mesh.all_coords(), pieces, strict=True):
-        if piece is None or not piece.numel():
-            continue
-        if not layout.dims:
-            return piece
-        runs = [torch.cat([torch.arange(a, b) for a, b in layout.runs(dim, mesh, coords)]) for dim in range(len(layout.dims))]
-        result[torch.meshgrid(*runs, indexing="ij")] = piece.to(result.dtype)
-    return result
+    result = torch.full(tuple(layout.shape), math.nan, dtype=torch.float64)
+    for index, piece in enumerate(pieces):
+        coords = mesh.coords(index % mesh.size)
+        spans = [layout.runs(dim, mesh, coords) for dim in range(len(layout.dims))]
+        runs = [torch.tensor([i for start, stop in span for i in range(start, stop)], dtype=torch.long) for span in spans]
+        where = torch.meshgrid(*runs, indexing="ij") if runs else ...
+        held = torch.zeros_like(result[where]) if piece is None else piece.to(result.dtype)
+        known, wanted = result[where], reference.to(result.dtype)[where]
+        farther = known.isnan() | ~((held - wanted).abs() <= (known - wanted).abs())
+        result[where] = torch.where(farther, held, known)
+    return result.to(reference.dtype)
 
 
 def in_float64(args: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,28 +11,13 @@ from typing import Any
 
 import sympy
 import torch
-from torch._guards import GuardSource, Source
+from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from shardwright.compiler.ir.size import Size, simplify, symbol
 from shardwright.compiler.ir.value import SourceLocation
 from shardwright.compiler.trace.source import user_location
 from shardwright.runtime.errors import TraceError, did_you_mean
-
-
-class _DimSource(Source):
-    """The origin a ShapeEnv wants for each symbol: here just its name."""
-
-    def __init__(self, dim_name: str) -> None:
-        self._dim_name = dim_name
-
-    @property
-    def _name_template(self) -> str:
-        return self._dim_name
-
-    @property
-    def guard_source(self) -> GuardSource:
-        return GuardSource.CONSTANT
 
 
 class _WatchedShapeEnv(ShapeEnv):
@@ -87,7 +72,7 @@ class Dynamic:
 
     def _new_size(self, name: str, size: int) -> torch.SymInt:
         assert self.env is not None
-        source = _DimSource(name)
+        source = ConstantSource(name)
         torch_symbol = self.env.create_symbol(size, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
         self._names[torch_symbol] = symbol(name)
         return self.env.create_symintnode(torch_symbol, hint=size, source=source)  # type: ignore[return-value]

@@ -52,7 +52,8 @@ training=(True if training else False))  # norm  test_printer.py:29
   %dropout: f32[batch, 6]' = dropout(%norm, training=(True if training else False))  # test_printer.py:26  [recompute_0]
   %down: f32[batch, 4]' = linear(%dropout, %down_weight)  # down  test_printer.py:26  [recompute_0]
   %getitem: f32[batch, 3] = getitem(%down, index=(:, 1:))  # test_printer.py:32  no_grad
-  %first: f32[batch, 1], %rest: f32[batch, 2] = split(%getitem, split_size_or_sections=(1, 2), dim=1)  # test_printer.py:32  no_grad
+  %first: f32[batch, 1], %rest: f32[batch, 2] = split(%getitem, \
+split_size_or_sections=(1, 2), dim=1)  # test_printer.py:32  no_grad
   %mul: f32[batch, 4]' = mul(%down, other=1.0)  # test_printer.py:33
   update %norm_num_batches_tracked = %norm_num_batches_tracked_1
   return {'y': %mul, 'parts': (%first, %rest)}

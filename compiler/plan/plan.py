@@ -30,6 +30,23 @@ class Note:
 
 
 @dataclass(frozen=True)
+class StagePlan:
+    """A pipeline stage: the operators from ``first_op`` (in the order of the graph) up to the next stage's, on the unit ranks
+    ``ranks``, in the order of ``mesh``. Stages with the same ranks have the same mesh; the others' ranks are disjoint."""
+
+    first_op: str
+    mesh: Mesh
+    ranks: tuple[int, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"first_op": self.first_op, "mesh": dict(self.mesh.axes), "ranks": list(self.ranks)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> StagePlan:
+        return cls(data["first_op"], Mesh(tuple(data["mesh"].items())), tuple(data["ranks"]))
+
+
+@dataclass(frozen=True)
 class Plan:
     """A plan for one graph.
 
@@ -37,6 +54,9 @@ class Plan:
     and buffers by FQN; what is left out is chosen while lowering, so that its uses need the least communication.
     ``inputs`` / ``outputs``: layouts by path where they are not whole; an output may be ``None``: not needed, dropped.
     ``policy`` and ``notes`` say where the plan comes from.
+
+    With ``stages`` the plan is a pipeline: ``mesh`` then counts all ranks, and strategies speak of the axes of the stages'
+    meshes. ``schedule`` names the order of forwards and backwards of ``num_microbatches`` samples.
     """
 
     mesh: Mesh
@@ -46,6 +66,13 @@ class Plan:
     outputs: Mapping[str, Layout | str | None] = field(default_factory=dict)
     policy: str = "custom"
     notes: tuple[Note, ...] = ()
+    stages: tuple[StagePlan, ...] = ()
+    schedule: str = ""
+    num_microbatches: int = 1
+
+    def stage_mesh(self, stage: int) -> Mesh:
+        """The mesh of a stage; the plan's own without stages."""
+        return self.stages[stage].mesh if self.stages else self.mesh
 
     def assignment(self, op: str) -> Assignment:
         return self.strategies.get(op, {})
@@ -63,6 +90,15 @@ class Plan:
             "inputs": {name: str(item) for name, item in self.inputs.items()},
             "outputs": {path: layout(item) for path, item in self.outputs.items()},
             "notes": [vars(note) for note in self.notes],
+            **(
+                {
+                    "stages": [stage.to_json() for stage in self.stages],
+                    "schedule": self.schedule,
+                    "num_microbatches": self.num_microbatches,
+                }
+                if self.stages
+                else {}
+            ),
         }
 
     @classmethod
@@ -78,6 +114,9 @@ class Plan:
             {path: layout(item) for path, item in data["outputs"].items()},
             data["policy"],
             tuple(Note(**note) for note in data["notes"]),
+            tuple(StagePlan.from_json(stage) for stage in data.get("stages", ())),
+            data.get("schedule", ""),
+            data.get("num_microbatches", 1),
         )
 
     def dumps(self) -> str:

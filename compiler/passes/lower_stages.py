@@ -1,0 +1,145 @@
+"""Lower a plan with stages: each stage on its own mesh, and what crosses between them.
+
+A value crosses as slices or copies, never partial: then its gradient is whole on every rank that holds a copy, and each rank
+can send home exactly what its counterpart needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.ops.strategy import layouts
+from shardwright.compiler.passes.lower import drop_outputs, lower
+from shardwright.compiler.passes.stages import split_stages
+from shardwright.compiler.passes.verify_program import verify_program
+from shardwright.compiler.plan.pipeline import Crossing, PipelineProgram, StageGraph
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.program import Program
+from shardwright.compiler.plan.transfer import Holding, pieces
+from shardwright.runtime.errors import InternalError, PlanError
+from shardwright.runtime.layout import Layout
+
+
+def lower_stages(graph: IRGraph, plan: Plan) -> PipelineProgram:
+    """The programs of all stages. Raises :class:`PlanError` for a plan whose stages do not fit the graph."""
+    check_stages(graph, plan)
+    graph = drop_outputs(graph, plan)
+    stages = split_stages(graph, plan)
+    made: dict[str, Layout] = {}
+    for stage in stages:
+        for op in stage.graph.ops:
+            assert op.rule is not None
+            found = layouts(op.rule, plan.assignment(op.name), plan.stages[stage.index].mesh)[1]
+            made.update({value.name: _whole_gradients(layout) for value, layout in zip(op.results, found, strict=True)})
+    crossings = [_crossing(value, source, stage, made, plan) for stage in stages for value, source in stage.receives]
+    stored = dict(plan.stored)
+    holders: dict[str, list[int]] = {}
+    programs = []
+    for stage in stages:
+        program = _lower_stage(stage, replace(plan, stored=stored), crossings)
+        programs.append(program)
+        for declaration in program.declarations:
+            fqn = declaration.value.fqn
+            if fqn is not None and declaration.value in stage.graph.parameters:
+                holders.setdefault(fqn, []).append(stage.index)
+                stored.setdefault(fqn, declaration.layout)
+    shared = {fqn: tuple(indices) for fqn, indices in holders.items() if len(indices) > 1}
+    _check_shared(shared, plan)
+    return PipelineProgram(graph, plan, stages, tuple(programs), tuple(crossings), shared)
+
+
+def check_stages(graph: IRGraph, plan: Plan) -> None:
+    """Stages that cannot be."""
+    if len(plan.stages) > len(graph.ops):
+        raise PlanError(
+            f"the plan has {len(plan.stages)} stages, but the graph has only {len(graph.ops)} operators",
+            hint="ask for fewer stages",
+        )
+    if graph.dynamic_dims:
+        raise PlanError(
+            "a pipeline needs samples of one size",
+            why=f"dynamic dims: {', '.join(sorted({d.symbol for d in graph.dynamic_dims}))}",
+            hint="leave ComputeConfig.dynamic_dims empty, and pad the samples",
+        )
+    if graph.eval_graph is not None:
+        raise PlanError(
+            "the model computes something else in evaluation than in training, and a pipeline has one body",
+            hint="let both modes run the same operators, or use a policy without stages",
+        )
+    meshes: dict[tuple[int, ...], int] = {}
+    taken: dict[int, tuple[int, ...]] = {}
+    for number, stage in enumerate(plan.stages):
+        if stage.mesh.size != len(stage.ranks):
+            raise PlanError(f"stage {number} has mesh {stage.mesh} but {len(stage.ranks)} ranks")
+        first = meshes.setdefault(stage.ranks, number)
+        if plan.stages[first].mesh != stage.mesh:
+            raise PlanError(f"stages {first} and {number} share their ranks but not their mesh")
+        for rank in stage.ranks:
+            if taken.setdefault(rank, stage.ranks) != stage.ranks:
+                raise PlanError(f"rank {rank} is in stages with different ranks", why=f"{taken[rank]} and {stage.ranks}")
+
+
+def verify_pipeline(program: PipelineProgram) -> None:
+    """Every stage holds the invariant, and every crossing delivers each element of each piece exactly once, both ways."""
+    for stage in program.programs:
+        verify_program(stage)
+    for crossing in program.crossings:
+        for source, target in ((crossing.sent, crossing.received), (crossing.received, crossing.sent)):
+            if source.layout.partial or source.layout.grad_partial:
+                raise InternalError(f"{crossing.value.name} crosses stages as {source.layout}")
+            arrived = dict.fromkeys(target.ranks, 0)
+            for (_, receiver), boxes in pieces(source, target).items():
+                arrived[receiver] += sum(_volume(box) for _, box in boxes)
+            for index, rank in enumerate(target.ranks):
+                wanted = target.layout.local_shape(target.mesh, target.mesh.coords(index))
+                if arrived[rank] != _volume(tuple((0, n) for n in wanted)):
+                    raise InternalError(f"rank {rank} does not get all of {crossing.value.name}")
+
+
+def _volume(box: tuple[tuple[int, int], ...]) -> int:
+    volume = 1
+    for start, stop in box:
+        volume *= stop - start
+    return volume
+
+
+def _lower_stage(stage: StageGraph, plan: Plan, crossings: list[Crossing]) -> Program:
+    received = {c.value.name: c.received.layout for c in crossings if c.target == stage.index}
+    sent = {c.value.name: c.sent.layout for c in crossings if c.source == stage.index}
+    outputs: dict[str, Layout | str | None] = {str(i): sent[value.name] for i, (value, _) in enumerate(stage.sends)}
+    for i, (path, _) in enumerate(stage.outputs, start=len(stage.sends)):
+        outputs[str(i)] = plan.outputs.get(path, "whole")
+    own = replace(plan, mesh=plan.stages[stage.index].mesh, inputs=received, outputs=outputs, stages=())
+    return lower(stage.graph, own)
+
+
+def _crossing(value: IRValue, source: int, stage: StageGraph, made: dict[str, Layout], plan: Plan) -> Crossing:
+    """A value keeps its layout where both stages have the same mesh; else it arrives as its first reader needs it."""
+    here, there = plan.stages[source], plan.stages[stage.index]
+    sent = made[value.name]
+    received = sent
+    if here.mesh != there.mesh:
+        reader = next(op for op in stage.graph.ops if value in op.operands)
+        assert reader.rule is not None
+        needed = layouts(reader.rule, plan.assignment(reader.name), there.mesh)[0][reader.operands.index(value)]
+        received = _whole_gradients(needed)
+    return Crossing(
+        value, source, stage.index, Holding(sent, here.mesh, here.ranks), Holding(received, there.mesh, there.ranks)
+    )
+
+
+def _whole_gradients(layout: Layout) -> Layout:
+    return replace(layout, partial=(), grad_partial=())
+
+
+def _check_shared(shared: dict[str, tuple[int, ...]], plan: Plan) -> None:
+    for fqn, indices in shared.items():
+        meshes = {plan.stages[index].mesh for index in indices}
+        if len(meshes) > 1:
+            raise PlanError(
+                f"parameter {fqn} is used in stages {', '.join(map(str, indices))}, whose meshes differ",
+                why=" and ".join(sorted(str(mesh) for mesh in meshes)),
+                hint="give these stages meshes of the same shape",
+            )

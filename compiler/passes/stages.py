@@ -1,0 +1,154 @@
+"""Cut a planned graph into pipeline stages.
+
+Every operator belongs to the stage its place in the graph gives it, but for those that only make values out of nothing
+(positions, masks, rotary tables): each stage that needs such a value makes its own. Graph inputs are read where they are
+needed. Any other value that a later stage needs is sent there by the stage that makes it, directly, once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwright.compiler.ir.graph import IRGraph, Tree
+from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.plan.pipeline import StageGraph
+from shardwright.compiler.plan.plan import Plan
+from shardwright.runtime.errors import PlanError
+
+
+def stage_of_ops(graph: IRGraph, plan: Plan) -> dict[str, int]:
+    """Operator name to stage, by place. Raises :class:`PlanError` for boundaries out of order or inside a recompute region."""
+    positions = {op.name: index for index, op in enumerate(graph.ops)}
+    starts = [0]
+    for number, stage in enumerate(plan.stages[1:], start=1):
+        if stage.first_op not in positions:
+            raise PlanError(f"stage {number} begins at operator {stage.first_op!r}, which the graph does not have")
+        start = positions[stage.first_op]
+        if start <= starts[-1]:
+            before = graph.ops[starts[-1]].name
+            raise PlanError(
+                f"stage {number} begins at operator {stage.first_op!r}, not after stage {number - 1} begins",
+                why=f"stage {number - 1} begins at {before!r}; values would have to flow backwards",
+                hint="list the stages in the order of the graph",
+            )
+        op = graph.ops[start]
+        if op.region is not None and graph.ops[start - 1].region == op.region:
+            raise PlanError(
+                f"stage {number} begins at operator {stage.first_op!r}, inside a recompute region",
+                where=f"{op.source} ({op.module_path})",
+                why="a region is recomputed as a whole, on the ranks of one stage",
+                hint="begin the stage before or after the region",
+            )
+        starts.append(start)
+    stage, result = 0, {}
+    for index, op in enumerate(graph.ops):
+        while stage + 1 < len(starts) and index >= starts[stage + 1]:
+            stage += 1
+        result[op.name] = stage
+    return result
+
+
+def from_nothing(graph: IRGraph) -> set[str]:
+    """The operators that every stage may compute for itself: their values come from sizes, constants and buffers that nobody
+    updates, need no gradient and no random numbers."""
+    updated = {before.name for before, _ in graph.buffer_updates} | {
+        op.operands[position].name for op in graph.ops if op.rule is not None for position in op.rule.updates
+    }
+    free = {value.name for value in graph.buffers if value.name not in updated} | {value.name for value, _ in graph.constants}
+    found: set[str] = set()
+    for op in graph.ops:
+        random = op.rule is not None and (op.rule.random or op.rule.updates)
+        if not random and all(v.name in free for v in op.operands) and not any(v.requires_grad for v in op.results):
+            found.add(op.name)
+            free |= {value.name for value in op.results}
+    return found
+
+
+def split_stages(graph: IRGraph, plan: Plan) -> tuple[StageGraph, ...]:
+    """The graph cut at the stages of the plan. Unneeded outputs have been dropped before."""
+    stages = stage_of_ops(graph, plan)
+    free = from_nothing(graph)
+    made_in = {value.name: stages[op.name] for op in graph.ops if op.name not in free for value in op.results}
+    outputs = _outputs(graph, made_in, len(plan.stages))
+    updates = _buffer_updates(graph, made_in)
+    needed_in: dict[tuple[str, int], IRValue] = {}  # (value, stage) where it is read but not made
+    for op in graph.ops:
+        for value in op.operands:
+            home = made_in.get(value.name)
+            if op.name not in free and home is not None and home != stages[op.name]:
+                needed_in.setdefault((value.name, stages[op.name]), value)
+    result = []
+    for index in range(len(plan.stages)):
+        own = [op for op in graph.ops if stages[op.name] == index and op.name not in free]
+        wanted = {v.name for op in own for v in op.operands} | {v.name for _, v in outputs[index]}
+        ops = _with_free(graph, own, free, wanted)
+        receives = tuple((value, made_in[name]) for (name, stage), value in needed_in.items() if stage == index)
+        sends = tuple((value, stage) for (name, stage), value in needed_in.items() if made_in[name] == index)
+        result.append(_stage_graph(graph, index, ops, receives, sends, outputs[index], updates.get(index, ())))
+    return _place_unused(graph, tuple(result))
+
+
+def _outputs(graph: IRGraph, made_in: dict[str, int], num_stages: int) -> dict[int, list[tuple[str, IRValue]]]:
+    """Result leaves by the stage that makes them; what no operator makes comes from the last stage."""
+    outputs: dict[int, list[tuple[str, IRValue]]] = {index: [] for index in range(num_stages)}
+    for path, value in graph.output.leaves():
+        if isinstance(value, IRValue):
+            outputs[made_in.get(value.name, num_stages - 1)].append((path, value))
+    return outputs
+
+
+def _buffer_updates(graph: IRGraph, made_in: dict[str, int]) -> dict[int, tuple[tuple[IRValue, IRValue], ...]]:
+    updates: dict[int, tuple[tuple[IRValue, IRValue], ...]] = {}
+    for before, after in graph.buffer_updates:
+        index = made_in.get(after.name, 0)
+        updates[index] = (*updates.get(index, ()), (before, after))
+    return updates
+
+
+def _with_free(graph: IRGraph, own: list[IROp], free: set[str], wanted: set[str]) -> tuple[IROp, ...]:
+    """The stage's operators and those made from nothing that they need, in the order of the graph."""
+    kept = {op.name for op in own}
+    wanted = set(wanted)
+    for op in reversed(graph.ops):
+        if op.name in free and any(value.name in wanted for value in op.results):
+            kept.add(op.name)
+            wanted |= {value.name for value in op.operands}
+    return tuple(op for op in graph.ops if op.name in kept)
+
+
+def _stage_graph(
+    graph: IRGraph,
+    index: int,
+    ops: tuple[IROp, ...],
+    receives: tuple[tuple[IRValue, int], ...],
+    sends: tuple[tuple[IRValue, int], ...],
+    outputs: list[tuple[str, IRValue]],
+    updates: tuple[tuple[IRValue, IRValue], ...],
+) -> StageGraph:
+    used = {value.name for op in ops for value in op.operands} | {value.name for _, value in outputs}
+    used |= {value.name for pair in updates for value in pair}
+    reads = tuple(value for value in graph.inputs if value.name in used)
+    arrived = tuple(replace(value, kind=ValueKind.INPUT) for value, _ in receives)
+    leaves = [value for value, _ in sends] + [value for _, value in outputs]
+    sub = replace(
+        graph,
+        inputs=(*reads, *arrived),
+        parameters=tuple(value for value in graph.parameters if value.name in used),
+        buffers=tuple(value for value in graph.buffers if value.name in used),
+        constants=tuple((value, tensor) for value, tensor in graph.constants if value.name in used),
+        ops=ops,
+        output=Tree("tuple", children=tuple((i, Tree("leaf", value)) for i, value in enumerate(leaves))),
+        buffer_updates=updates,
+        eval_graph=None,
+    )
+    return StageGraph(index, sub, reads, receives, sends, tuple(outputs))
+
+
+def _place_unused(graph: IRGraph, stages: tuple[StageGraph, ...]) -> tuple[StageGraph, ...]:
+    """Weights that nothing uses live in the first stage, so that every checkpoint is complete."""
+    used = {value.name for stage in stages for value in (*stage.graph.parameters, *stage.graph.buffers)}
+    first = stages[0].graph
+    parameters = tuple(v for v in graph.parameters if v.name not in used or v in first.parameters)
+    buffers = tuple(v for v in graph.buffers if v.name not in used or v in first.buffers)
+    return (replace(stages[0], graph=replace(first, parameters=parameters, buffers=buffers)), *stages[1:])

@@ -1,0 +1,65 @@
+"""The program of a pipeline: one program for each stage, and what crosses between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.program import Declaration, Program
+from shardwright.compiler.plan.transfer import Holding
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """One stage as a graph of its own. Its inputs are ``reads`` (inputs of the whole graph), then ``receives``; its output is
+    the tuple of ``sends``, then the values of ``outputs``.
+
+    ``receives``: (value, stage that makes it). ``sends``: (value, stage that needs it); a value that several stages need
+    occurs several times. ``outputs``: (path in the result of the whole graph, value).
+    """
+
+    index: int
+    graph: IRGraph
+    reads: tuple[IRValue, ...]
+    receives: tuple[tuple[IRValue, int], ...]
+    sends: tuple[tuple[IRValue, int], ...]
+    outputs: tuple[tuple[str, IRValue], ...]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value that goes from the stage that makes it to a stage that needs it, and its gradient that comes back."""
+
+    value: IRValue
+    source: int
+    target: int
+    sent: Holding
+    received: Holding
+
+
+@dataclass(frozen=True)
+class PipelineProgram:
+    """``programs[k]`` is the program of ``stages[k]``; ``shared``: FQN to the stages that hold a parameter, if several do."""
+
+    graph: IRGraph
+    plan: Plan
+    stages: tuple[StageGraph, ...]
+    programs: tuple[Program, ...]
+    crossings: tuple[Crossing, ...]
+    shared: dict[str, tuple[int, ...]]
+
+    @property
+    def declarations(self) -> tuple[Declaration, ...]:
+        """Every tensor once, by the first stage that holds it, in the order of the graph."""
+        found: dict[str, Declaration] = {}
+        for program in self.programs:
+            for declaration in program.declarations:
+                found.setdefault(declaration.value.name, declaration)
+        order = {value.name: index for index, value in enumerate(self.graph.sources)}
+        return tuple(sorted(found.values(), key=lambda d: order[d.value.name]))
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a unit rank runs."""
+        return tuple(index for index, stage in enumerate(self.plan.stages) if rank in stage.ranks)

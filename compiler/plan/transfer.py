@@ -1,0 +1,70 @@
+"""Who sends which part of a value to whom when it crosses from one stage to another.
+
+The value lies on two meshes, in two layouts without partial axes. Every receiver gets every element of its piece exactly
+once; of several senders that hold copies, one is chosen so that the copies share the work, a rank's own copy first. The same
+function run the other way tells how gradients come home: every rank that holds a copy gets the whole gradient of its piece.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from shardwright.runtime.layout import Layout, Mesh
+
+Box = tuple[tuple[int, int], ...]
+"""(start, stop) per dim, in the local tensor of a rank."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A value as the ranks of a stage hold it."""
+
+    layout: Layout
+    mesh: Mesh
+    ranks: tuple[int, ...]
+
+    def spans(self, index: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Per dim, the global runs that the stage's rank number ``index`` holds."""
+        coords = self.mesh.coords(index)
+        return tuple(self.layout.runs(dim, self.mesh, coords) for dim in range(len(self.layout.dims)))
+
+
+def pieces(source: Holding, target: Holding) -> dict[tuple[int, int], list[tuple[Box, Box]]]:
+    """(sending rank, receiving rank) to pairs of (box at the sender, box at the receiver)."""
+    copies: dict[tuple[tuple[tuple[int, int], ...], ...], list[int]] = {}
+    for index, rank in enumerate(source.ranks):
+        copies.setdefault(source.spans(index), []).append(rank)
+    result: dict[tuple[int, int], list[tuple[Box, Box]]] = {}
+    for index, receiver in enumerate(target.ranks):
+        wanted = target.spans(index)
+        for held, holders in copies.items():
+            boxes = list(_overlap(held, wanted))
+            if boxes:
+                sender = receiver if receiver in holders else holders[index % len(holders)]
+                result.setdefault((sender, receiver), []).extend(boxes)
+    return result
+
+
+def _overlap(held: tuple[tuple[tuple[int, int], ...], ...], wanted: tuple[tuple[tuple[int, int], ...], ...]) -> list[tuple[Box, Box]]:
+    """The boxes both have, in the local coordinates of each."""
+    per_dim = [_overlap_runs(a, b) for a, b in zip(held, wanted, strict=True)]
+    return [(tuple(x for x, _ in choice), tuple(y for _, y in choice)) for choice in itertools.product(*per_dim)]
+
+
+def _overlap_runs(
+    held: tuple[tuple[int, int], ...], wanted: tuple[tuple[int, int], ...]
+) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Intersections of two ascending lists of global runs, as local (start, stop) on both sides."""
+    found = []
+    held_at = 0
+    for start, stop in held:
+        wanted_at = 0
+        for other_start, other_stop in wanted:
+            low, high = max(start, other_start), min(stop, other_stop)
+            if low < high:
+                a, b = held_at + low - start, wanted_at + low - other_start
+                found.append(((a, a + high - low), (b, b + high - low)))
+            wanted_at += other_stop - other_start
+        held_at += stop - start
+    return found

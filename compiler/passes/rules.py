@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ir.size import Size
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.annotation import instantiate
 from shardwright.compiler.ops.rule import Factor, FactorKind, FactorRef, OpRule
@@ -33,10 +34,10 @@ def opaque_rule(op: IROp) -> OpRule:
     """Nothing may be split. An unknown function may not differentiate itself, so its gradients must be whole: R only."""
     factors: list[Factor] = []
 
-    def refs(value_shape: tuple[object, ...]) -> tuple[tuple[FactorRef, ...], ...]:
+    def refs(value_shape: tuple[Size, ...]) -> tuple[tuple[FactorRef, ...], ...]:
         dims = []
         for size in value_shape:
-            factors.append(Factor(f"f{len(factors)}", (size,), FactorKind.FROZEN))  # type: ignore[arg-type]
+            factors.append(Factor(f"f{len(factors)}", (size,), FactorKind.FROZEN))
             dims.append((FactorRef(factors[-1].name),))
         return tuple(dims)
 

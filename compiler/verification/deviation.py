@@ -77,14 +77,14 @@ def deviations(ours: Any, reference: Any) -> list[Deviation]:
 
     magnitudes = {name: largest(tensor.masked_fill(tensor.isinf(), 0)) for name, tensor in wanted.items()}
     floor = FLOOR * max((m for name, m in magnitudes.items() if wanted[name].is_floating_point()), default=0.0)
-    found = []
+    compared = []
     for name, tensor in wanted.items():
         difference = got[name].detach().to(torch.float64) - tensor.detach().to(torch.float64)
         # Infinity minus the same infinity (masks) is not a number, but nothing differs.
         difference = difference.masked_fill(got[name] == tensor, 0.0)
         allowed = BOUND * max(magnitudes[name], floor) if tensor.is_floating_point() else 0.0
-        found.append(Deviation(name, tuple(tensor.shape), largest(difference), magnitudes[name], allowed))
-    return sorted(found, key=lambda deviation: deviation.excess, reverse=True)
+        compared.append(Deviation(name, tuple(tensor.shape), largest(difference), magnitudes[name], allowed))
+    return sorted(compared, key=lambda deviation: deviation.excess, reverse=True)
 
 
 def largest(tensor: Tensor) -> float:

@@ -32,7 +32,7 @@ def float64_casts() -> Iterator[None]:
     try:
         for name in names:
             setattr(torch, name, torch.float64)
-        torch.Tensor.float = _to_float64
+        setattr(torch.Tensor, "float", _to_float64)  # noqa: B010 (a method is not assigned to, says mypy)
         torch.set_default_dtype(torch.float64)
         yield
     finally:
@@ -40,6 +40,6 @@ def float64_casts() -> Iterator[None]:
         if method is None:
             del torch.Tensor.float
         else:
-            torch.Tensor.float = method
+            setattr(torch.Tensor, "float", method)  # noqa: B010
         for name, dtype in names.items():
             setattr(torch, name, dtype)

@@ -65,7 +65,7 @@ def reference_run(
                 load_buffers(model, unit_buffers[unit])
                 result = model(**inputs)
                 loss = loss_of(result)
-                (scale * loss).backward()
+                (scale * loss).backward()  # type: ignore[no-untyped-call]
                 unit_buffers[unit] = clone(dict(model.named_buffers()))
                 losses[-1].append(loss.detach().clone())
                 if step == 0:

@@ -139,7 +139,7 @@ def trained(
             stepper.zero_grad()
             result = module(**inputs)
             loss = loss_of(result)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach().clone())
             if step == 0:
                 outputs = result
@@ -172,7 +172,8 @@ def trained(
 
 def whole(declaration: Declaration, pieces: Sequence[Tensor | None], mesh: Mesh, reference: Tensor) -> Tensor:
     """The tensor that ranks hold pieces of, each element from the rank where it is farthest from ``reference``, so that a
-    copy that went astray is seen. Units follow each other; a missing piece is zeros; what nobody holds is not a number."""
+    copy that went astray is seen. Units follow each other; a missing piece is zeros; what nobody holds is not a number.
+    """
     layout: Layout = declaration.layout
     result = torch.full(tuple(layout.shape), math.nan, dtype=torch.float64)
     for index, piece in enumerate(pieces):

@@ -119,9 +119,7 @@ class _Writer:
     # ------------------------------------------------------------------------------------------------- declarations
 
     def _declarations(self) -> list[str]:
-        declarations = {d.value.name: d for d in self.program.declarations}
-        if self.program.eval_program:
-            declarations |= {d.value.name: d for d in self.program.eval_program.declarations}
+        declarations = {d.value.name: d for program in self._programs() for d in program.declarations}
         lines = []
         for declaration in declarations.values():
             value = declaration.value
@@ -141,7 +139,8 @@ class _Writer:
 
     def _signature(self) -> str:
         """The arguments of forward in the order of the original. Tensors must be given; ABSENT stands for what tracing did not
-        see, and for a tensor that comes after an argument with a default. Other arguments default to what was traced."""
+        see, and for a tensor that comes after an argument with a default. Other arguments default to what was traced.
+        """
         graph = self.program.graph
         given = dict(graph.signature)
         words, defaults = ["self"], False
@@ -203,27 +202,34 @@ class _Writer:
 
     def _body(self, program: Program, name: str) -> list[str]:
         """The lines of one forward body, indented for the class."""
-        items = group_blocks(program)
         self._used_symbols = _used_symbols(program)
         scope = Scope(self._reserved(program))
         for argument, _ in program.graph.signature:
             scope.reserve(argument)
         head = self._unpack(scope)
+        body = self._statements(program, scope)
+        body.append(Line(f"return {self._output(program.output, scope)}"))
+        return layout_lines([*head, *_axis_lines(body, program.plan.mesh.names), *body], 8)
+
+    def _statements(self, program: Program, scope: Scope) -> list[Line]:
+        """The operators, adapters and buffer updates of a program; repeated blocks become methods."""
         body: list[Line] = []
-        for item in items:
+        for item in group_blocks(program):
             body += self._call_block(item, scope, program) if isinstance(item, Run) else [self._line(item, scope, program, "")]
         for buffer, value in program.buffer_updates:
             guards = ("if self.training",) if value.name in self._train_only else ()
             body.append(Line(f'self.update_buffer("{buffer.fqn}", {scope.name(value)})', guards=guards))
-        body.append(Line(f"return {self._output(program.output, scope)}"))
-        return layout_lines([*head, *_axis_lines(body, program.plan.mesh.names), *body], 8)
+        return body
+
+    def _programs(self) -> list[Program]:
+        """Every program whose body stands in the file."""
+        return [self.program, *([self.program.eval_program] if self.program.eval_program else [])]
 
     def _reserved(self, program: Program) -> set[str]:
         """Names that no variable may take: those of axes, and of everything the file imports."""
         if self._imported is None:
-            bodies = [program.body, *([program.eval_program.body] if program.eval_program else [])]
             self._imported = set()
-            for instruction in (instruction for body in bodies for instruction in body):
+            for instruction in (instruction for program in self._programs() for instruction in program.body):
                 if isinstance(instruction, Adapt):
                     self._imported.add(instruction.step.kind)
                 else:

@@ -248,3 +248,10 @@ def close(actual: torch.Tensor, expected: torch.Tensor, where: str) -> None:
     torch.testing.assert_close(
         actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda text: f"{where}\n{text}"
     )
+
+
+def title(function: Callable[..., Any]) -> str:
+    """A callable of torch in words without addresses: the processes that share the tests must agree on their names."""
+    if type(function).__name__ == "method-wrapper":  # the getter of a property such as Tensor.T
+        return f"property {function.__self__.__name__}"  # type: ignore[attr-defined]
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(function))

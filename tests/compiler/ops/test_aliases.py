@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -104,14 +103,7 @@ def aliases() -> list[Any]:
     assert names == SAMPLES.keys()
     # (there is no GPU to move to)
     found = [(f, name) for f, (name, _) in registry.CALLABLES.items() if name in names and f is not torch.Tensor.cuda]
-    return [pytest.param(f, name, id=f"{name}:{title(f)}") for f, name in found]
-
-
-def title(function: Any) -> str:
-    """A name without addresses: the processes that share the tests must agree on it."""
-    if type(function).__name__ == "method-wrapper":  # the getter of a property such as Tensor.T
-        return f"property {function.__self__.__name__}"
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(function))
+    return [pytest.param(f, name, id=f"{name}:{split_check.title(f)}") for f, name in found]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -8,6 +8,7 @@ container                           children                               rebui
 ==================================  =====================================  ==========================================
 ``tuple``, ``list``, ``dict``       items                                  the literal
 named tuple                         fields                                 ``cls(**fields)``
+``torch.return_types``              items                                  ``cls(items)``
 dataclass (also ``ModelOutput``)    fields other than ``None``             ``cls(**fields)``, then fields without init
 other subclasses of ``dict``        items                                  ``cls(items)``
 any other object                    attributes (``__dict__``, ``__slots__``)  ``cls.__new__``, then its attributes
@@ -104,7 +105,7 @@ def rebuild(cls: type | str, fields: Mapping[Any, Any]) -> Any:
     """
     cls = import_type(cls) if isinstance(cls, str) else cls
     if issubclass(cls, tuple):
-        return cls(**fields)
+        return cls(**fields) if hasattr(cls, "_fields") else cls(fields.values())
     if dataclasses.is_dataclass(cls):
         init = {f.name for f in dataclasses.fields(cls) if f.init}
         obj: Any = cls(**{name: value for name, value in fields.items() if name in init})

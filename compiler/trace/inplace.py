@@ -17,7 +17,7 @@ from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.trace.recorder import Call, Recorder, TensorType, Variable
 from shardwright.runtime.errors import TraceError
 
-METADATA_CHANGES = {name: name[:-1] for name in ("t_", "transpose_", "squeeze_", "unsqueeze_", "swapaxes_", "swapdims_")}
+METADATA_CHANGES = ("t_", "transpose_", "squeeze_", "unsqueeze_", "swapaxes_", "swapdims_", "as_strided_")
 """In-place operators that change shape and strides but no element: the tensor becomes a view of what it was."""
 
 _TRANSPOSES = {"transpose", "swapaxes", "swapdims"}
@@ -54,14 +54,33 @@ def functional_form(function: Any, name: str) -> Callable[..., Any] | None:
     if not name.endswith("_") or name.endswith("__"):
         return None
     base = name[:-1]
-    if base in ("zero", "fill"):
-        return torch.zeros_like if base == "zero" else torch.full_like
-    if base in ("uniform", "normal", "bernoulli", "exponential", "random", "cauchy", "geometric", "log_normal"):
+    if base in ("exponential", "random", "cauchy", "geometric", "log_normal"):
         return getattr(torch.ops.aten, base)  # type: ignore[no-any-return]
     for home in (torch.Tensor, torch, torch.nn.functional):
         if hasattr(home, base):
             return getattr(home, base)  # type: ignore[no-any-return]
     return None
+
+
+def drawn(name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """What ``x.uniform_(...)``, ``x.normal_(...)`` or ``x.bernoulli_(...)`` leaves in ``x``; ``None`` for another ``name``."""
+    if name == "uniform_":
+        low = args[0] if args else kwargs.get("from", 0.0)
+        high = args[1] if len(args) > 1 else kwargs.get("to", 1.0)
+        return _scaled(torch.rand_like(x), high - low, low)
+    if name == "normal_":
+        mean = args[0] if args else kwargs.get("mean", 0.0)
+        std = args[1] if len(args) > 1 else kwargs.get("std", 1.0)
+        return _scaled(torch.randn_like(x), std, mean)
+    if name == "bernoulli_":
+        p = args[0] if args else kwargs.get("p", 0.5)
+        return torch.bernoulli(p.expand_as(x) if isinstance(p, torch.Tensor) else torch.full_like(x, p))
+    return None
+
+
+def _scaled(x: torch.Tensor, factor: float, shift: float) -> torch.Tensor:
+    x = x if factor == 1 else x * factor
+    return x if shift == 0 else x + shift
 
 
 def write(recorder: Recorder, variable: Variable, value: IRValue) -> None:

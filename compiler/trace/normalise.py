@@ -32,7 +32,7 @@ FACTORIES = frozenset(
         "zeros",
     }
 )
-"""Functions that make a tensor from no tensor: they get the rank's device, and a floating dtype is written down."""
+"""Functions that make a tensor from numbers: they get the rank's device, and a floating dtype is written down."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from shardwright.compiler.ops import registry
 from shardwright.compiler.trace import inplace
 from shardwright.compiler.trace.callables import is_getter, is_setter, plain_name
 from shardwright.compiler.trace.constants import Constants
+from shardwright.compiler.trace.fake_forms import FAKE_FORMS
 from shardwright.compiler.trace.normalise import on_rank_device
 from shardwright.compiler.trace.opening import opened
 from shardwright.compiler.trace.recorder import Call, Recorder, TensorType, Variable, autocast_dtype
@@ -98,8 +99,10 @@ class Tracer(TorchFunctionMode):
             kwargs["device"] = _CPU
         if name == "to":
             args = tuple(_CPU if isinstance(arg, str) else arg for arg in args)
-        if name in ("__setitem__", "copy_"):
+        if name in ("__setitem__", "copy_", "fill_", "zero_"):
             return self._overwrite(func, name, args, kwargs)
+        if name in ("uniform_", "normal_", "bernoulli_") and func is getattr(torch.Tensor, name):
+            return self._redraw(func, name, args, kwargs)
         if (written := _inplace_flag(func, args, kwargs)) is not None:
             return self._in_place(func, func, args, kwargs, *written)
         if name in inplace.METADATA_CHANGES:
@@ -144,7 +147,8 @@ class Tracer(TorchFunctionMode):
                 recorder.bind(results[0], Variable(recorder.value(args[0][0])))
                 return out
         out, results = _distinct(out, results, inputs)
-        kwargs = on_rank_device(func, kwargs, results[0].dtype)
+        if not inputs:
+            kwargs = on_rank_device(func, kwargs, results[0].dtype)
         if name == "__getitem__":
             args = (args[0], self._index(args[1]))
         call = Call(func, name, recorder.arg(tuple(args)), {key: recorder.arg(v) for key, v in kwargs.items()})
@@ -193,21 +197,34 @@ class Tracer(TorchFunctionMode):
             inplace.write(recorder, target, value)
         return out
 
+    def _redraw(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``x.normal_()`` and the like, as the operators that draw and scale."""
+        recorder = self._recorder
+        target, old = recorder.variable(args[0]), recorder.value(args[0])
+        with torch.no_grad(), self:
+            fresh = inplace.drawn(name, args[0], args[1:], kwargs)
+        assert fresh is not None
+        value = inplace.fitted(recorder, old, recorder.value(fresh))
+        out = self._run(func, args, kwargs)
+        inplace.write(recorder, target, value)
+        return out
+
     def _reshaped_in_place(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``x.unsqueeze_(0)`` and the like: ``x`` becomes a view of what it was."""
-        view = getattr(torch.Tensor, inplace.METADATA_CHANGES[name])
+        view = getattr(torch.Tensor, name[:-1])
         variable = self._recorder.variable(self.record(view, plain_name(view), args, kwargs))
         out = self._run(func, args, kwargs)
         self._recorder.bind(args[0], variable)
         return out
 
     def _overwrite(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``x[index] = y`` and ``x.copy_(y)``."""
+        """``x[index] = y``, ``x.copy_(y)``, ``x.fill_(y)``: nothing of what was there is read."""
         recorder = self._recorder
         target, old = recorder.variable(args[0]), recorder.value(args[0])
         with recorder.named(target.root.buffer):
-            if name == "copy_":
-                value = inplace.fitted(recorder, old, recorder.arg(args[1]))
+            if name != "__setitem__":
+                new = 0 if name == "zero_" else next(iter((*args[1:2], *kwargs.values())))
+                value = inplace.fitted(recorder, old, recorder.arg(new))
             else:
                 value = inplace.assign(recorder, old, recorder.arg(self._index(args[1])), recorder.arg(args[2]))
             out = self._run(func, args, kwargs)
@@ -248,7 +265,7 @@ class Tracer(TorchFunctionMode):
         return arg
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        func = _FAKE_FORMS.get(func, func)
+        func = FAKE_FORMS.get(func, func)
         dtype = autocast_dtype()
         self._running += 1
         try:
@@ -256,6 +273,10 @@ class Tracer(TorchFunctionMode):
                 with torch.autocast("cpu", dtype=dtype):
                     return func(*args, **kwargs)
             return func(*args, **kwargs)
+        except RuntimeError as error:
+            if "not differentiable with respect to argument" not in str(error):
+                raise
+            return func(*_only_first_differentiable(args), **kwargs)
         finally:
             self._running -= 1
 
@@ -299,6 +320,12 @@ def _tensors(arg: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
+def _only_first_differentiable(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments for a loss that refuses targets with gradients: every floating input of a trace has one."""
+    rest = (arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args[1:])
+    return (*args[:1], *rest)
+
+
 def _has_traced(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether something that exists only while tracing is among the arguments."""
 
@@ -337,17 +364,3 @@ def _distinct(out: Any, results: list[torch.Tensor], inputs: list[torch.Tensor])
     with torch.set_grad_enabled(True):
         out = torch.ops.aten.alias(out)
     return out, [out]
-
-
-def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
-    """The shape of a grouped product: torch's rule for fake tensors refuses float32, its CPU kernel does not."""
-    if offs is None or (a.ndim == 3 and b.ndim == 3):
-        return torch.bmm(a, b)
-    return a @ b[0] if b.ndim == 3 else torch.stack([a @ b] * offs.shape[0])
-
-
-_FAKE_FORMS = {
-    getattr(home, name): _grouped_mm
-    for home, name in ((torch.nn.functional, "grouped_mm"), (torch, "_grouped_mm"))
-    if hasattr(home, name)
-}

@@ -61,6 +61,7 @@ CASES: list[tuple[Any, list[str]]] = [
     (collections.OrderedDict(b=X, a=1), ["b", "a"]),
     (transformers.modeling_outputs.CausalLMOutput(loss=X, logits=X), ["loss", "logits"]),
     (torch.Size([1, 2]), [""]),
+    (torch.sort(X), ["0", "1"]),
     ([], []),
 ]
 

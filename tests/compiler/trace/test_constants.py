@@ -68,9 +68,13 @@ def test_factories_stay_operators_on_the_ranks_device() -> None:
 def test_randomness_stays_an_operator() -> None:
     class Noise(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x + torch.randn(3, 4) + torch.rand_like(x) + torch.empty(3, 4).uniform_(1, 2) + torch.randn_like(x)
+            y = x.detach().clone().normal_(0.0, std=2.0)
+            y[0].uniform_(to=2.0)
+            y = y + torch.empty_like(x).bernoulli_(x.detach().abs().clamp(max=1)) + torch.empty_like(x).bernoulli_(0.25)
+            return x * y + torch.randn(3, 4) + torch.rand_like(x) + torch.empty(3, 4).uniform_(1, 3) + torch.randn_like(x)
 
-    traced(Noise(), {"x": X})
+    with torch.random.fork_rng():
+        traced(Noise(), {"x": X})
 
 
 def test_a_captured_meta_tensor_is_refused() -> None:

@@ -1,0 +1,49 @@
+"""Functions whose own form does not run on fake tensors, although the shape of the result follows from the arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def _grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor | None = None, **kwargs: Any) -> Tensor:
+    """Torch's rule for fake tensors refuses float32, its CPU kernel does not."""
+    if offs is None or (a.ndim == 3 and b.ndim == 3):
+        return torch.bmm(a, b)
+    return a @ b[0] if b.ndim == 3 else torch.stack([a @ b] * offs.shape[0])
+
+
+def _gaussian_nll_loss(
+    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:
+    """The real one looks whether variances are negative."""
+    if isinstance(var, Tensor) and var.ndim == input.ndim - 1:
+        var = var.unsqueeze(-1)
+    loss = input - target + var
+    return loss if reduction == "none" else loss.sum()
+
+
+def _ctc_loss(
+    log_probs: Tensor,  # [T, N, C] or [T, C]
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """The real one looks at the lengths."""
+    loss = log_probs.sum((0, -1))
+    return loss if reduction == "none" else loss.sum()
+
+
+FAKE_FORMS: dict[Any, Callable[..., Tensor]] = {F.gaussian_nll_loss: _gaussian_nll_loss, F.ctc_loss: _ctc_loss}
+"""What to run in a function's place while tracing: it gives a tensor of the right shape, dtype and gradient."""
+
+FAKE_FORMS |= {
+    getattr(home, name): _grouped_mm for home, name in ((F, "grouped_mm"), (torch, "_grouped_mm")) if hasattr(home, name)
+}

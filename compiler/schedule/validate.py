@@ -1,0 +1,216 @@
+"""Is a schedule one that runs: each action once and in its place, no deadlock, no more in flight than allowed?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardwright.compiler.schedule.dataflow import Dataflow
+from shardwright.compiler.schedule.memory import held_after
+from shardwright.compiler.schedule.schedule import Schedule
+from shardwright.compiler.schedule.waits import Message, Transport, message_of, run_order, waits_of
+from shardwright.runtime.errors import PlanError
+from shardwright.runtime.schedule import ActionKind, Payload, ScheduleAction
+
+MAX_LISTED = 8
+"""How many missing actions an error names."""
+
+SAFE_TRANSPORTS = (Transport.BUFFERED, Transport.RENDEZVOUS)
+"""Those under which a schedule with receives posted ahead must run."""
+
+
+def validate(
+    schedule: Schedule,
+    dataflow: Dataflow | None = None,
+    *,
+    max_in_flight: int | None = None,
+    transports: Iterable[Transport] = SAFE_TRANSPORTS,
+) -> None:
+    """Check that ``schedule`` runs to its end.
+
+    Args:
+        schedule: as generated, read from a file, or with messages.
+        dataflow: which stages feed which; each the next one if not given.
+        max_in_flight: how many activations, counted in (stage, microbatch), any rank may hold between forward and the last
+            gradient.
+        transports: with messages, the kinds of transport under which there must be no deadlock.
+
+    Raises:
+        PlanError: an action that is missing, there twice or on the wrong rank; a message without its other end, or overtaken
+            by another; a deadlock, with its circle of ranks; too much in flight.
+    """
+    dataflow = Dataflow.chain(schedule.num_stages) if dataflow is None else dataflow
+    if dataflow.num_stages != schedule.num_stages:
+        raise PlanError(f"a dataflow of {dataflow.num_stages} stages for a schedule of {schedule.num_stages}")
+    check_complete(schedule)
+    if schedule.has_messages:
+        check_messages(schedule, dataflow)
+        for transport in transports:
+            run_order(schedule, waits_of(schedule, dataflow, transport))
+    else:
+        run_order(schedule, waits_of(schedule, dataflow))
+    if max_in_flight is not None:
+        check_in_flight(schedule, max_in_flight)
+
+
+def check_complete(schedule: Schedule) -> None:
+    """Check that each stage runs each microbatch once, on its rank, with its backward in one or in two parts.
+
+    Raises:
+        PlanError: names the action, its rank and its place.
+    """
+    _check_sizes(schedule)
+    seen: set[ScheduleAction] = set()
+    for rank, actions in enumerate(schedule.actions):
+        for index, action in enumerate(actions):
+            _check_place(schedule, action, rank, index)
+            if action in seen:
+                raise PlanError(
+                    f"{action} is in schedule {schedule.name!r} twice",
+                    where=_where(rank, index),
+                    hint="run each action once, on one rank",
+                )
+            seen.add(action)
+    cells = [(s, m) for s in range(schedule.num_stages) for m in range(schedule.num_microbatches)]
+    forwards = [ScheduleAction(ActionKind.FORWARD, *cell) for cell in cells]
+    missing = [action for action in forwards if action not in seen]
+    if schedule.trains:
+        missing += [action for cell in cells for action in _missing_backward(schedule, seen, *cell)]
+    if missing:
+        listed = ", ".join(map(str, missing[:MAX_LISTED])) + (", ..." if len(missing) > MAX_LISTED else "")
+        raise PlanError(
+            f"schedule {schedule.name!r} lacks {len(missing)} actions: {listed}",
+            why=f"each of {schedule.num_stages} stages runs each of {schedule.num_microbatches} microbatches",
+            hint="add them on the ranks of their stages; a backward is one B, or an I and a W",
+        )
+
+
+def _check_sizes(schedule: Schedule) -> None:
+    ranks = set(range(schedule.num_ranks))
+    if schedule.num_microbatches < 1 or not schedule.placement or set(schedule.placement) != ranks:
+        raise PlanError(
+            f"schedule {schedule.name!r} of {schedule.num_microbatches} microbatches, with stages on the ranks "
+            f"{sorted(set(schedule.placement))} and actions for {schedule.num_ranks} ranks",
+            hint="give each rank a stage and its actions, and at least one microbatch",
+        )
+
+
+def _check_place(schedule: Schedule, action: ScheduleAction, rank: int, index: int) -> None:
+    stages = (action.stage,) if action.peer is None else (action.stage, action.peer)
+    if max(stages) >= schedule.num_stages or action.microbatch >= schedule.num_microbatches:
+        raise PlanError(
+            f"{action} is out of range in schedule {schedule.name!r}",
+            where=_where(rank, index),
+            why=f"there are {schedule.num_stages} stages and {schedule.num_microbatches} microbatches, counted from 0",
+        )
+    if schedule.placement[action.stage] != rank:
+        raise PlanError(
+            f"{action} runs on the wrong rank in schedule {schedule.name!r}",
+            where=_where(rank, index),
+            why=f"stage {action.stage} is on rank {schedule.placement[action.stage]}",
+            hint="move the action to that rank, or change the placement",
+        )
+
+
+def _missing_backward(schedule: Schedule, seen: set[ScheduleAction], stage: int, microbatch: int) -> Iterable[ScheduleAction]:
+    whole, inputs, weights = (
+        ScheduleAction(kind, stage, microbatch)
+        for kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+    )
+    parts = [part for part in (inputs, weights) if part in seen]
+    if whole in seen and parts:
+        raise PlanError(
+            f"stage {stage} runs the backward of microbatch {microbatch} twice: {whole} and {parts[0]}",
+            where=f"schedule {schedule.name!r}, rank {schedule.placement[stage]}",
+            hint="keep one B, or an I and a W",
+        )
+    if whole in seen or len(parts) == 2:
+        return ()
+    return [part for part in (inputs, weights) if part not in seen] if parts else [whole]
+
+
+def check_messages(schedule: Schedule, dataflow: Dataflow) -> None:
+    """Check that all messages that ``dataflow`` needs are there with both ends, no others, and that none overtakes another.
+
+    Between two ranks, messages of one direction form a channel: they must be received in the order in which they are sent.
+
+    Raises:
+        PlanError: names the message, or the first two that do not match.
+    """
+    expected = messages_of(schedule, dataflow)
+    channels: dict[ActionKind, dict[tuple[int, int], list[ScheduleAction]]] = {ActionKind.SEND: {}, ActionKind.RECV: {}}
+    found: set[tuple[ActionKind, Message]] = set()
+    for rank, actions in enumerate(schedule.actions):
+        for index, action in enumerate(actions):
+            if not action.is_message:
+                continue
+            message = message_of(action)
+            if message not in expected:
+                raise PlanError(
+                    f"{action} in schedule {schedule.name!r} moves something that nobody needs",
+                    where=_where(rank, index),
+                    hint="drop it with its other end, or name the stages in the dataflow",
+                )
+            found.add((action.kind, message))
+            _, sender, receiver, _ = message
+            channel = (schedule.placement[sender], schedule.placement[receiver])
+            channels[action.kind].setdefault(channel, []).append(action)
+    for message in expected:
+        for kind in (ActionKind.SEND, ActionKind.RECV):
+            if (kind, message) not in found:
+                what, sender, receiver, microbatch = message
+                ends = (sender, receiver) if kind is ActionKind.SEND else (receiver, sender)
+                raise PlanError(
+                    f"schedule {schedule.name!r} lacks {ScheduleAction(kind, ends[0], microbatch, ends[1], what)}",
+                    why=f"stage {receiver} uses {what} of stage {sender}, which is on another rank",
+                )
+    for channel, sends in channels[ActionKind.SEND].items():
+        _check_channel(schedule, channel, sends, channels[ActionKind.RECV][channel])
+
+
+def messages_of(schedule: Schedule, dataflow: Dataflow) -> dict[Message, None]:
+    """All messages between ranks that ``dataflow`` needs, in a fixed order."""
+    pairs: list[tuple[Payload, int, int]] = [("activations", source, target) for source, target in sorted(dataflow.activations)]
+    if schedule.trains:
+        pairs += [("gradients", target, source) for source, target in sorted(dataflow.gradients)]
+    return {
+        (what, sender, receiver, microbatch): None
+        for what, sender, receiver in pairs
+        if schedule.placement[sender] != schedule.placement[receiver]
+        for microbatch in range(schedule.num_microbatches)
+    }
+
+
+def _check_channel(
+    schedule: Schedule, channel: tuple[int, int], sends: list[ScheduleAction], recvs: list[ScheduleAction]
+) -> None:
+    for index, (send, recv) in enumerate(zip(sends, recvs, strict=True)):
+        if message_of(send) != message_of(recv):
+            raise PlanError(
+                f"messages from rank {channel[0]} to rank {channel[1]} are received in another order than sent",
+                where=f"schedule {schedule.name!r}, message {index} of this direction",
+                why=f"rank {channel[0]} sends with {send} what rank {channel[1]} takes for that of {recv}",
+                hint="list the receives of a rank in the order in which each other rank sends",
+            )
+
+
+def check_in_flight(schedule: Schedule, max_in_flight: int) -> None:
+    """Check that no rank holds more than ``max_in_flight`` activations, counted in (stage, microbatch).
+
+    Raises:
+        PlanError: names the first action after which a rank holds more.
+    """
+    if not schedule.trains:
+        return
+    for rank, actions in enumerate(schedule.actions):
+        for index, (action, held) in enumerate(held_after(actions, (1,) * schedule.num_stages)):
+            if held > max_in_flight:
+                raise PlanError(
+                    f"schedule {schedule.name!r} holds more than {max_in_flight} activations at once",
+                    where=_where(rank, index),
+                    why=f"after {action} rank {rank} holds {held}",
+                    hint="run backwards earlier on this rank, or choose '1f1b': its ranks hold no more than there are ranks",
+                )
+
+
+def _where(rank: int, index: int) -> str:
+    return f"rank {rank}, action {index}"

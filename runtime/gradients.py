@@ -29,13 +29,17 @@ class TrainedModel:
     The gradient of a compiled parameter is summed over the axes on which its layout is gradient-partial, and over the units.
     Ordinary parts run alike on all ranks of a unit, so their gradients are summed over the units only.
 
-    Raises :class:`ConfigError` if the compiled parts, ``config`` and the world do not agree on the size of a unit.
+    How gradients are reduced is what the compiled parts were compiled with, or what ``config`` says where there are none.
+
+    Raises :class:`ConfigError` if the compiled parts, ``config`` and the world do not agree on the size of a unit or on how
+    gradients are reduced, or if a part was compiled for inference.
     """
 
     def __init__(self, module: nn.Module, config: ComputeConfig | None) -> None:
         self.world = current_world()
         self.parallel_modules = [part for part in module.modules() if isinstance(part, ParallelModule)]
         self.ranks = self._unit(config)
+        self._config = self._agreed(config)
         self.sums: list[GradientSum] = []
         self.counted: list[nn.Parameter] = []
         self._cut: list[tuple[str, nn.Parameter, Layout]] = []
@@ -83,8 +87,9 @@ class TrainedModel:
         total = self.ranks.units.communicator.all_reduce(torch.as_tensor(loss, device=self.world.device), phase="gradients")
         return total / divisor if isinstance(loss, Tensor) else float(total) / divisor
 
-    def make_reducer(self, config: ComputeConfig | None) -> Reducer:
+    def make_reducer(self) -> Reducer:
         """A reducer for all gradients. It takes the parameters over from reducers made earlier."""
+        config = self._config
         for item in self.sums:
             older = getattr(item.parameter, _REDUCER, None)
             if older is not None:
@@ -109,6 +114,33 @@ class TrainedModel:
         if any(ranks.mesh.axis_size(axis) > 1 for axis in layout.cut_axes):
             self._cut.append((name, parameter, layout))
 
+    def _agreed(self, config: ComputeConfig | None) -> ComputeConfig | None:
+        """The config whose settings of the reducer hold, if there is any."""
+        configs = [(type(part).__name__, part.compute_config) for part in self.parallel_modules]
+        known = [(title, compiled) for title, compiled in configs if compiled is not None]
+        for title, compiled in known:
+            if compiled.inference_only:
+                raise ConfigError(
+                    f"{title} was compiled for inference and cannot be trained",
+                    why="it has inference_only=True: no backward was made, and its parameters get no gradients",
+                    hint="compile it without inference_only",
+                )
+        for name in REDUCER_SETTINGS:
+            values = {repr(getattr(compiled, name)): title for title, compiled in known}
+            if len(values) > 1:
+                raise ConfigError(
+                    f"the compiled modules disagree on {name}",
+                    why=", ".join(f"{title} is compiled with {value}" for value, title in values.items()),
+                    hint=f"compile all of them with one {name}: their gradients are reduced together",
+                )
+            if config is not None and known and getattr(config, name) != getattr(known[0][1], name):
+                raise ConfigError(
+                    f"compute_config has {name}={getattr(config, name)!r}, "
+                    f"but {known[0][0]} was compiled with {getattr(known[0][1], name)!r}",
+                    hint="leave compute_config out, or compile again with the same one",
+                )
+        return known[0][1] if known else config
+
     def _unit(self, config: ComputeConfig | None) -> RankMesh:
         sizes = {part.mesh.size: type(part).__name__ for part in self.parallel_modules}
         if len(sizes) > 1:
@@ -129,6 +161,9 @@ class TrainedModel:
             return self.parallel_modules[0].ranks
         return RankMesh(Mesh((("unit", plan_ngpus),)), self.world)
 
+
+REDUCER_SETTINGS = ("grad_reduction", "use_async_reducer", "reducer_bucket_cap_mb")
+"""The fields of a config that say how gradients are reduced."""
 
 # A parameter has one reducer at a time: two would sum its gradient twice.
 _REDUCER = "_shardwright_reducer"

@@ -45,6 +45,7 @@ def load_class(directory: Path | str, rank: int | None = None) -> type[ParallelM
             f"{directory / name} defines no ParallelModule named {manifest.class_name!r}",
             hint="give the class its name back, or compile again with reuse='override'",
         )
+    loaded.compute_config = manifest.config
     return loaded
 
 

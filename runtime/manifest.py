@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardwright import __version__
+from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.declarations import Declaration
 from shardwright.runtime.errors import LoadError
 from shardwright.runtime.layout import Mesh
@@ -51,6 +52,12 @@ class Manifest:
     @property
     def plan_ngpus(self) -> int:
         return self.mesh.size
+
+    @property
+    def config(self) -> ComputeConfig | None:
+        """What it was compiled with; ``None`` for files that no compile made."""
+        config = self.request.get("config")
+        return None if config is None else ComputeConfig.from_json(config)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from shardwright.runtime.checksum import differing
 from shardwright.runtime.communicator import Communicator
+from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.declarations import Declaration
 from shardwright.runtime.errors import CheckpointError, DistributedError, InputError
 from shardwright.runtime.groups import AxisGroup, RankMesh
@@ -54,7 +55,7 @@ class ParallelModule(Scope):
 
     ``mesh``, ``rank``, ``inputs``, ``seed`` and ``rng_mode`` are set by the generated class: the mesh of a unit, the plan
     rank the file is for, the leaves of the arguments (see :mod:`shardwright.runtime.inputs`), and how random numbers are
-    drawn. ``ranks``: the groups of this rank. ``rng``: seed, step and microbatch of its random numbers.
+    drawn. ``compute_config``: what it was compiled with, set by the loader. ``ranks``: the groups of this rank. ``rng``: seed, step and microbatch of its random numbers.
 
     Constructing one is collective: all ranks of the world do it, in the same order. With ``init_params`` the tensors get
     the values the model was compiled with. Without, parameters and persistent buffers are uninitialised and wait for
@@ -70,6 +71,7 @@ class ParallelModule(Scope):
     inputs: ClassVar[Mapping[str, Any]]
     seed: ClassVar[int] = 0
     rng_mode: ClassVar[RngMode] = "fast"
+    compute_config: ClassVar[ComputeConfig | None] = None
 
     ranks: RankMesh
     rng: RngState

@@ -155,7 +155,10 @@ def build_optimizer(
     ``optimizer_fn(parameters, **kwargs)`` is an optimizer class or a function that returns an optimizer. ``param_groups``
     gives the options of each parameter by name (``lambda name, p: {"weight_decay": 0.0} if p.ndim < 2 else {}``); those with
     equal options form a group. ``elementwise=True`` declares of an optimizer we do not know that its update of an element
-    depends on that element alone, so that it may work on shards. ``compute_config`` says how gradients are reduced.
+    depends on that element alone, so that it may work on shards.
+
+    Gradients are reduced as the modules were compiled to (``grad_reduction``, ``use_async_reducer``,
+    ``reducer_bucket_cap_mb``). ``compute_config`` says it where no module was compiled, and is compared otherwise.
 
     Collective. Modules that were not compiled must hold the same values on all ranks, and get the same inputs on all ranks
     of a unit. A second call on the same parameters replaces the first.
@@ -168,7 +171,7 @@ def build_optimizer(
     _check_optimizer(optimizer, module)
     if not elementwise:
         _check_elementwise(optimizer, model)
-    reducer = model.make_reducer(config)
+    reducer = model.make_reducer()
     user_class = type(optimizer)
     name = f"Parallel{user_class.__name__}"
     optimizer.__class__ = type(name, (ParallelOptimizer, user_class), {"__doc__": user_class.__doc__})

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.declarations import Declaration
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.manifest import Manifest, code_file, sha256
@@ -120,7 +123,7 @@ class MLP(ParallelModule):
 """
 
 
-def write_files(directory: Path, model: MLP, dp: int = 1, tp: int = 2) -> Path:
+def write_files(directory: Path, model: MLP, dp: int = 1, tp: int = 2, config: Mapping[str, Any] | None = None) -> Path:
     """What a compile of ``model`` would leave in ``directory``."""
     directory.mkdir(parents=True, exist_ok=True)
     mesh = Mesh((("dp", dp), ("tp", tp)))
@@ -139,5 +142,6 @@ def write_files(directory: Path, model: MLP, dp: int = 1, tp: int = 2) -> Path:
         policy="by hand",
         files=files,
         tensors={d.name: d for d in declarations()},
+        request={} if config is None else {"config": ComputeConfig.of(config).to_json()},
     ).write(directory)
     return directory

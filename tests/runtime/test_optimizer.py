@@ -39,6 +39,19 @@ def test_the_mean_over_units(tmp_path):
     assert_equal_pieces(directory, train_reference(make_model(), 2, mean=True), results)
 
 
+def test_without_a_config_the_one_it_was_compiled_with_holds(tmp_path):
+    config = {"plan_ngpus": 2, "runtime_ngpus": 4, "grad_reduction": "mean", "use_async_reducer": True}
+    directory = write_files(tmp_path, make_model(), config={**config, "reducer_bucket_cap_mb": 1e-4})
+
+    def train(rank):
+        reducer = build_optimizer(load_class(directory)(), adamw)._reducer
+        return train_rank(directory, None), reducer.asynchronous, len(reducer.buckets)
+
+    results = run_ranks(4, train)
+    assert_equal_pieces(directory, train_reference(make_model(), 2, mean=True), [result for result, _, _ in results])
+    assert all(asynchronous and num_buckets > 2 for _, asynchronous, num_buckets in results)
+
+
 @pytest.mark.parametrize("cap_mb", [1e-6, 1e-4, 100])
 def test_bucket_sizes_do_not_matter(tmp_path, cap_mb):
     directory = compiled(tmp_path)
@@ -395,6 +408,38 @@ def test_a_config_of_another_run(tmp_path):
         "compute_config does not describe this run\n"
         "  why:   it has plan_ngpus=1 and runtime_ngpus=2; units have 1 rank(s) here and 1 are running\n"
         "  try:   pass the config that the module was compiled with, or leave it out"
+    )
+
+
+def test_a_config_that_contradicts_the_compiled_one(tmp_path):
+    config = {"plan_ngpus": 1, "runtime_ngpus": 1}
+    module = load_class(write_files(tmp_path, make_model(), 1, 1, {**config, "grad_reduction": "mean"}))()
+    build_optimizer(module, adamw, {**config, "grad_reduction": "mean"})
+    assert refused(build_optimizer, module, adamw, config) == (
+        "compute_config has grad_reduction='sum', but MLP was compiled with 'mean'\n"
+        "  try:   leave compute_config out, or compile again with the same one"
+    )
+
+
+def test_parts_compiled_with_different_settings(tmp_path):
+    config = {"plan_ngpus": 1, "runtime_ngpus": 1}
+    one = write_files(tmp_path / "one", make_model(), 1, 1, config)
+    two = write_files(tmp_path / "two", make_model(), 1, 1, {**config, "reducer_bucket_cap_mb": 25})
+    model = torch.nn.ModuleList([load_class(one)(), load_class(two)()])
+    assert refused(build_optimizer, model, adamw) == (
+        "the compiled modules disagree on reducer_bucket_cap_mb\n"
+        "  why:   MLP is compiled with None, MLP is compiled with 25\n"
+        "  try:   compile all of them with one reducer_bucket_cap_mb: their gradients are reduced together"
+    )
+
+
+def test_a_module_compiled_for_inference(tmp_path):
+    config = {"plan_ngpus": 1, "runtime_ngpus": 1, "inference_only": True}
+    module = load_class(write_files(tmp_path, make_model(), 1, 1, config))()
+    assert refused(build_optimizer, module, adamw) == (
+        "MLP was compiled for inference and cannot be trained\n"
+        "  why:   it has inference_only=True: no backward was made, and its parameters get no gradients\n"
+        "  try:   compile it without inference_only"
     )
 
 

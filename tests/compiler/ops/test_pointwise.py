@@ -117,7 +117,11 @@ def pointwise_aliases() -> list[Any]:
     registry.load_tables()
     table = "shardwright.compiler.ops.tables.pointwise"
     names = {name for name, opdef in registry.OPS.items() if opdef.rule.__module__ == table}
-    found = [pytest.param(f, name, id=f"{name}:{split_check.title(f)}") for f, (name, _) in registry.CALLABLES.items() if name in names]
+    found = [
+        pytest.param(f, name, id=f"{name}:{split_check.title(f)}")
+        for f, (name, _) in registry.CALLABLES.items()
+        if name in names
+    ]
     assert len(found) > 450
     return found
 

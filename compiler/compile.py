@@ -7,21 +7,28 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwright.compiler.codegen.emit import Origin, emit
+from shardwright.compiler.codegen.emit_pipeline import emit_pipeline
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.printer import print_graph
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ir.verify import verify
 from shardwright.compiler.passes.dims import infer_dims
 from shardwright.compiler.passes.lower import lower
+from shardwright.compiler.passes.lower_stages import lower_stages, verify_pipeline
 from shardwright.compiler.passes.print_program import print_program
+from shardwright.compiler.passes.recompute import mark_recompute
 from shardwright.compiler.passes.rules import attach_rules
 from shardwright.compiler.passes.verify_program import verify_program
 from shardwright.compiler.pipeline import CompileReport, FunctionPass, PassManager
 from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.plan.program import Program
+from shardwright.compiler.plan.program import Declaration, Program
+from shardwright.compiler.schedule.generate import generate
+from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import PlanError
+from shardwright.runtime.errors import PlanError, did_you_mean
+from shardwright.runtime.schedule import ActionKind, ScheduleAction
 
 PolicyFunction = Callable[[Any, ComputeConfig], Any]
 
@@ -30,7 +37,7 @@ PolicyFunction = Callable[[Any, ComputeConfig], Any]
 class Compiled:
     """What a compile makes. ``files``: ``gencode<rank>.py`` for every plan rank, and ``plan.json``."""
 
-    program: Program
+    program: Program | PipelineProgram
     files: dict[str, str]
     report: CompileReport = field(default_factory=CompileReport)
 
@@ -38,12 +45,29 @@ class Compiled:
     def plan(self) -> Plan:
         return self.program.plan
 
+    @property
+    def declarations(self) -> list[Declaration]:
+        """Every tensor of the module once, in the order of the original; those only the evaluation body has come last."""
+        programs = [self.program]
+        if isinstance(self.program, Program) and self.program.eval_program is not None:
+            programs.append(self.program.eval_program)
+        found: dict[str, Declaration] = {}
+        for program in programs:
+            for declaration in program.declarations:
+                found.setdefault(declaration.value.name, declaration)
+        return list(found.values())
+
 
 def pass_manager(**options: Any) -> PassManager:
     """A pass manager that knows how to verify and print every form of this compiler."""
     return PassManager(
-        verifiers={IRGraph: verify, PlannableGraph: verify, Program: verify_program},
-        printers={IRGraph: print_graph, PlannableGraph: print_graph, Program: print_program},
+        verifiers={IRGraph: verify, PlannableGraph: verify, Program: verify_program, PipelineProgram: verify_pipeline},
+        printers={
+            IRGraph: print_graph,
+            PlannableGraph: print_graph,
+            Program: print_program,
+            PipelineProgram: lambda program: "\n\n".join(map(print_program, program.programs)),
+        },
         **options,
     )
 
@@ -79,12 +103,54 @@ def compile_graph(
             plan = plan_of(policy(planned, config), policy_name)
     check_mesh(plan, config)
     plan = replace(plan, outputs={**_unneeded(graph, config), **plan.outputs})
-    program = manager.run(FunctionPass("lower", lambda g: lower(g, plan)), planned)
+    if plan.recompute:
+        planned = manager.run(FunctionPass("recompute", lambda g: mark_recompute(g, plan.recompute)), planned)
+    program: Program | PipelineProgram
+    if plan.stages:
+        check_end2end(graph)
+        program = manager.run(FunctionPass("lower", lambda g: lower_stages(g, plan)), planned)
+    else:
+        program = manager.run(FunctionPass("lower", lambda g: lower(g, plan)), planned)
     with manager.measure("emit"):
         origin = Origin(version, graph.name, plan.policy, digest)
-        files = emit(program, origin, config.plan_ngpus, seed=config.seed, rng=config.rng)
+        files = _emit(program, origin, config)
         files["plan.json"] = plan.dumps()
     return Compiled(program, files, manager.report)
+
+
+def _emit(program: Program | PipelineProgram, origin: Origin, config: ComputeConfig) -> dict[str, str]:
+    if isinstance(program, Program):
+        return emit(program, origin, config.plan_ngpus, seed=config.seed, rng=config.rng, end2end=config.use_end2end)
+    plan = program.plan
+    num_positions = len({stage.ranks for stage in plan.stages})
+    chunks = len(plan.stages) // num_positions
+    train = generate(plan.schedule, num_positions, plan.num_microbatches, chunks)
+    infer = inference_like(train)
+    return emit_pipeline(program, train, infer, origin, config.plan_ngpus, seed=config.seed, rng=config.rng)
+
+
+def inference_like(schedule: Schedule) -> Schedule:
+    """All microbatches forward through a rank's first stage, then through its next one, on the placement of ``schedule``."""
+    actions = tuple(
+        tuple(
+            ScheduleAction(ActionKind.FORWARD, stage, microbatch)
+            for stage in schedule.stages_of(rank)
+            for microbatch in range(schedule.num_microbatches)
+        )
+        for rank in range(schedule.num_ranks)
+    )
+    return Schedule(schedule.num_microbatches, schedule.placement, actions, "inference")
+
+
+def check_end2end(graph: IRGraph) -> None:
+    """The first result of a pipelined module is its loss, a scalar."""
+    first = next((value for _, value in graph.output.leaves() if isinstance(value, IRValue)), None)
+    if first is None or first.shape != ():
+        raise PlanError(
+            "the first result of the model is not a scalar loss",
+            why=f"its shape is {tuple(first.shape)}" if first is not None else "it returns no tensor",
+            hint="end2end modules return the loss first, as transformers models do when they are given labels",
+        )
 
 
 def plan_of(returned: Any, policy_name: str) -> Plan:
@@ -144,9 +210,10 @@ def _unneeded(graph: IRGraph, config: ComputeConfig) -> dict[str, str | None]:
     if config.outputs == "all":
         return {}
     if config.outputs == "loss":
-        return dict.fromkeys(paths[1:])
+        loss = "loss" if "loss" in paths else paths[0]
+        return {path: None for path in paths if path != loss}
     assert not isinstance(config.outputs, str)
     unknown = sorted(config.outputs.keys() - set(paths))
     if unknown:
-        raise PlanError(f"ComputeConfig.outputs names {unknown[0]!r}, which the model does not return", hint=f"one of {paths}")
+        raise PlanError(f"ComputeConfig.outputs names {unknown[0]!r}, which the model does not return", hint=did_you_mean(unknown[0], paths))
     return {path: None if wish == "drop" else wish for path, wish in config.outputs.items()}

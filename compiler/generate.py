@@ -150,15 +150,9 @@ def _manifest(compiled: Compiled, request: Request) -> Manifest:
         mesh=plan.mesh,
         policy=plan.policy,
         files={},
-        tensors={declaration.name: declaration for declaration in _declarations(compiled)},
+        tensors={declaration.name: declaration for declaration in (_declaration(d.value, d.layout) for d in compiled.declarations)},
         request=request.to_json(),
     )
-
-
-def _declarations(compiled: Compiled) -> list[Declaration]:
-    """What the generated classes declare: the tensors of the training body, then those only the evaluation body has."""
-    programs = [compiled.program, *([compiled.program.eval_program] if compiled.program.eval_program else [])]
-    return list({d.value.name: _declaration(d.value, d.layout) for program in programs for d in program.declarations}.values())
 
 
 def _declaration(value: IRValue, layout: Layout) -> Declaration:

@@ -14,12 +14,12 @@ BUILT_IN: Mapping[str, str] = {
     "dp": "shardwright.policies.dp",
     "tp": "shardwright.policies.tp",
     "data": "shardwright.policies.data",
+    "pp": "shardwright.policies.pp",
+    "hybrid": "shardwright.policies.hybrid",
 }
 """Name to the module whose ``POLICY`` it is; imported when asked for."""
 
 NOT_YET: Mapping[str, str] = {
-    "pp": "pipelines",
-    "hybrid": "pipelines",
     "autodist": "searching for a plan",
 }
 """Names that are taken, and what they wait for."""

@@ -234,7 +234,6 @@ def _check_zero(config: ComputeConfig) -> None:
 def _check_available(config: ComputeConfig) -> None:
     missing = {
         "use_zero": "splitting the optimizer state over the units",
-        "use_end2end": "end2end modules and pipelines",
         "constant_folding": "computing parts of a model while compiling",
     }
     for name, feature in missing.items():

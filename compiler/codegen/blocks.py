@@ -8,7 +8,7 @@ once. A recompute region is a method even if it occurs once, as it is called thr
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 import sympy
@@ -17,6 +17,7 @@ import torch
 from shardwright.compiler.ir.op import Arg, map_leaves
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
+from shardwright.compiler.trace.naming import identifier
 
 _CONTAINER = re.compile(r"^(?P<prefix>.*?)\.?(?P<index>\d+)(?:\.|$)")
 MIN_RUN = 6
@@ -27,7 +28,7 @@ MIN_RUN = 6
 class Run:
     """A stretch of the body. ``inputs``: values from outside in the order of their first use, weights of the container
     excluded. ``outputs``: values made here and read later. ``symbols``: size names used. ``container`` is ``None`` outside
-    of numbered modules.
+    of numbered modules. ``updates``: buffers of the container that get a value made here.
     """
 
     container: tuple[str, int] | None
@@ -37,6 +38,11 @@ class Run:
     outputs: tuple[IRValue, ...]
     symbols: tuple[str, ...]
     key: Hashable
+    updates: tuple[Update, ...] = ()
+
+
+Update = tuple[IRValue, IRValue]
+"""A buffer, and the value it gets."""
 
 
 Item = Instruction | Run
@@ -70,6 +76,18 @@ def container_path(container: tuple[str, int] | None) -> str:
     return f"{container[0]}.{container[1]}".lstrip(".") if container else ""
 
 
+def layered(text: str, container: tuple[str, int] | None, write: Callable[[str], str] = str) -> str:
+    """A name that starts with a container, or lies in it, with ``{layer}`` for the container's number.
+
+    ``write`` makes the start of such a name from the container's path: ``transformer_h_0_dropout`` becomes
+    ``transformer_h_{layer}_dropout``. Other names stay as they are.
+    """
+    start = write(container_path(container)) if container else ""
+    if not start or not re.match(rf"{re.escape(start)}(\W|_|$)", text):
+        return text
+    return f"{re.sub(r'[0-9]+$', '', start)}{{layer}}{text[len(start) :]}"
+
+
 def weight_path(value: IRValue, container: tuple[str, int] | None) -> str | None:
     """The name of a parameter or buffer below its container instance; None if it is not one of this instance."""
     if value.kind not in (ValueKind.PARAMETER, ValueKind.BUFFER) or value.fqn is None or container is None:
@@ -81,13 +99,14 @@ def weight_path(value: IRValue, container: tuple[str, int] | None) -> str | None
 def group_blocks(program: Program) -> list[Item]:
     """The body with repeated runs gathered. A container that occurs once, or never twice alike, stays inline."""
     stretches = _stretches(program.body)
-    last_read = _last_reads(program, stretches)
+    updates = _updates_inside(program, stretches)
+    last_read = _last_reads(program, stretches, updates)
     runs: list[tuple[list[Instruction], Run | None]] = []
     counts: dict[Hashable, int] = {}
     for position, ((container, region), instructions) in enumerate(stretches):
         run = None
         if region is not None or (container is not None and len(instructions) >= MIN_RUN):
-            run = _run(container, region, instructions, position, last_read)
+            run = _run(container, region, instructions, position, last_read, updates.get(position, ()))
             counts[run.key] = counts.get(run.key, 0) + 1
         runs.append((instructions, run))
     items: list[Item] = []
@@ -101,8 +120,11 @@ Stretch = tuple[tuple[tuple[str, int] | None, str | None], list[Instruction]]
 
 
 def _stretches(body: tuple[Instruction, ...]) -> list[Stretch]:
-    """Consecutive instructions of one container instance. An adapter that a block makes of a value from outside, for later
-    blocks to share, is moved in front of the block.
+    """Consecutive instructions of one container instance.
+
+    Adapters of values from outside are moved in front of a block, so that the first layer, whose input is made in another
+    way, is like the others. In front of a recompute region only those that later ones share are: what is made inside is
+    not kept for the backward.
     """
     stretches: list[Stretch] = []
     for instruction in body:
@@ -123,7 +145,8 @@ def _stretches(body: tuple[Instruction, ...]) -> list[Stretch]:
         for instruction in instructions:
             if isinstance(instruction, Adapt) and container != (None, None):
                 shared = any(reader > position for reader in _readers_beyond(instruction, instructions, readers))
-                if instruction.value.name not in made and shared:
+                is_weight = instruction.of.kind in (ValueKind.PARAMETER, ValueKind.BUFFER)
+                if instruction.value.name not in made and (shared or (container[1] is None and not is_weight)):
                     front.append(instruction)
                 else:
                     made.add(instruction.result.name)
@@ -143,7 +166,29 @@ def _readers_beyond(adapter: Adapt, instructions: list[Instruction], readers: di
     return found
 
 
-def _last_reads(program: Program, stretches: list[Stretch]) -> dict[str, int]:
+def _updates_inside(program: Program, stretches: list[Stretch]) -> dict[int, tuple[Update, ...]]:
+    """By stretch, the updates of buffers that it can do itself: of its own container, which nothing after it reads.
+
+    Not in a recompute region, which runs twice.
+    """
+    made: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for position, (_, instructions) in enumerate(stretches):
+        for instruction in instructions:
+            made |= {value.name: position for value in writes(instruction)}
+            last |= {value.name: position for value in reads(instruction)}
+    inside: dict[int, tuple[Update, ...]] = {}
+    for before, after in program.buffer_updates:
+        position = made.get(after.name, -1)
+        container, region = stretches[position][0]
+        own = position >= 0 and region is None and weight_path(before, container) is not None
+        if own and last.get(before.name, -1) <= position:
+            inside[position] = (*inside.get(position, ()), (before, after))
+    return inside
+
+
+def _last_reads(program: Program, stretches: list[Stretch], updates: Mapping[int, tuple[Update, ...]]) -> dict[str, int]:
+    """The last stretch that reads each value; behind all of them for what the program returns or updates at its end."""
     last = {}
     for position, (_, instructions) in enumerate(stretches):
         for instruction in instructions:
@@ -153,8 +198,10 @@ def _last_reads(program: Program, stretches: list[Stretch]) -> dict[str, int]:
     for _, value in program.output.leaves():
         if isinstance(value, IRValue):
             last[value.name] = end
-    for _, after in program.buffer_updates:
-        last[after.name] = end
+    done_inside = {before.name for pairs in updates.values() for before, _ in pairs}
+    for before, after in program.buffer_updates:
+        if before.name not in done_inside:
+            last[after.name] = end
     return last
 
 
@@ -164,7 +211,9 @@ def _run(
     instructions: list[Instruction],
     position: int,
     last_read: dict[str, int],
+    updates: tuple[Update, ...],
 ) -> Run:
+    """The run of a stretch, with what tells it apart from others."""
     made: dict[str, int] = {}
     inputs: dict[str, IRValue] = {}
     symbols: set[str] = set()
@@ -180,16 +229,23 @@ def _run(
 
     keys = []
     for instruction in instructions:
-        keys.append(instruction_key(instruction, token, container_path(container), symbols))
+        keys.append(instruction_key(instruction, token, container, symbols))
         for value in writes(instruction):
             made[value.name] = len(made)
     outputs = tuple(value for i in instructions for value in writes(i) if last_read.get(value.name, -1) > position)
-    key = (container and container[0], region is not None, tuple(keys), tuple(made[value.name] for value in outputs))
-    return Run(container, region is not None, tuple(instructions), tuple(inputs.values()), outputs, tuple(sorted(symbols)), key)
+    key = (
+        container and container[0],
+        region is not None,
+        tuple(keys),
+        tuple(made[value.name] for value in outputs),
+        tuple((weight_path(before, container), made[after.name]) for before, after in updates),
+    )
+    used = tuple(sorted(symbols))
+    return Run(container, region is not None, tuple(instructions), tuple(inputs.values()), outputs, used, key, updates)
 
 
 def instruction_key(
-    instruction: Instruction, token: Callable[[IRValue], Hashable], container: str, symbols: set[str]
+    instruction: Instruction, token: Callable[[IRValue], Hashable], container: tuple[str, int] | None, symbols: set[str]
 ) -> Hashable:
     """What an instruction does, with values replaced by tokens: equal for the same step of two layers."""
     if isinstance(instruction, Adapt):
@@ -208,13 +264,13 @@ def instruction_key(
             symbols.update(size_symbols(arg))
             return str(arg)
         if isinstance(arg, str):
-            return ("text", arg.replace(container.replace(".", "_"), "*") if container else arg)
+            return ("text", layered(arg, container, identifier))
         if isinstance(arg, torch.Tensor):
             return id(arg)
         return (type(arg).__name__, str(arg))
 
     args = tuple((name, _freeze(map_leaves(arg, leaf))) for name, arg in op.args)
-    suffix = instruction.original.module_path.removeprefix(container) if container else instruction.original.module_path
+    suffix = layered(instruction.original.module_path, container)
     facts = (op.autocast, op.grad_enabled, op.only_in, op.region is not None, suffix)
     return (op.target, args, instruction.layouts, tuple(value.dtype for value in op.results), facts)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import PurePath
@@ -17,17 +17,18 @@ from typing import Any
 
 import jinja2
 
-from shardwright.compiler.codegen.blocks import Run, container_path, group_blocks, size_symbols
+from shardwright.compiler.codegen.blocks import Run, Update, container_path, group_blocks, layered, size_symbols
 from shardwright.compiler.codegen.names import Scope, attribute_path
-from shardwright.compiler.codegen.text import Line, layout_lines, wrap
+from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, wrap
 from shardwright.compiler.ir.dims import ModelDims
-from shardwright.compiler.ir.graph import Tree
+from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.op import leaves
 from shardwright.compiler.ir.size import Size, to_python
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.render import argument_source, call_source, imports_of
 from shardwright.compiler.plan.conversion import CutSizes
-from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
+from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Instruction, Program
+from shardwright.compiler.trace.naming import identifier
 from shardwright.runtime.layout import Layout
 
 RUNTIME_IMPORTS = {
@@ -51,14 +52,14 @@ class Origin:
     digest: str
 
 
-def emit(program: Program, origin: Origin, num_ranks: int, *, seed: int = 0, rng: str = "fast") -> dict[str, str]:
+def emit(program: Program, origin: Origin, num_ranks: int, *, seed: int = 0, rng: str = "fast", end2end: bool = False) -> dict[str, str]:
     """``gencode<rank>.py`` for every rank of the unit: file name to text, identical for identical input.
 
     ``seed`` and ``rng`` are those of the config: where random operators start, and whether plans share their draws.
     """
     writer = _Writer(program)
-    fields = {**writer.fields(origin), "seed": seed, "rng": rng}
-    template = _template()
+    fields = {**writer.fields(origin), "seed": seed, "rng": rng, "end2end": end2end}
+    template = template_named("module.py.jinja")
     mesh = program.plan.mesh
     files = {}
     for rank in range(num_ranks):
@@ -68,12 +69,20 @@ def emit(program: Program, origin: Origin, num_ranks: int, *, seed: int = 0, rng
 
 
 @functools.cache
-def _template() -> jinja2.Template:
-    text = resources.files("shardwright.codegen_templates").joinpath("module.py.jinja").read_text(encoding="utf-8")
-    environment = jinja2.Environment(
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
+def _templates() -> jinja2.Environment:
+    folder = resources.files("shardwright.codegen_templates")
+    return jinja2.Environment(
+        loader=jinja2.FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8")),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
     )
-    return environment.from_string(text)
+
+
+def template_named(name: str) -> jinja2.Template:
+    """A template of ``codegen_templates/``."""
+    return _templates().get_template(name)
 
 
 @dataclass
@@ -82,6 +91,7 @@ class _Method:
 
     name: str
     lines: list[str]
+    takes_layer: bool = False  # it names random draws after the number of the layer
 
 
 @dataclass
@@ -105,7 +115,7 @@ class _Writer:
             "inputs": self._inputs(),
             "declarations": self._declarations(),
             "signature": self._signature(),
-            "header": wrap(f"def forward({self._signature()}):", 124),
+            "header": wrap(f"def forward({self._signature()}):", WIDTH - 4),
             "forward": forward,
             "evaluation": evaluation,
             "methods": [method.lines for method in self.methods.values()],
@@ -120,19 +130,22 @@ class _Writer:
 
     def _declarations(self) -> list[str]:
         declarations = {d.value.name: d for program in self._programs() for d in program.declarations}
+        return self._declaration_lines(declarations.values())
+
+    def _declaration_lines(self, declarations: Iterable[Declaration]) -> list[str]:
         lines = []
-        for declaration in declarations.values():
+        for declaration in declarations:
             value = declaration.value
             name = value.fqn or value.name
-            words = [f'"{name}"', f'"{declaration.layout}"', str(value.dtype)]
+            words = [_source(name), f'"{declaration.layout}"', str(value.dtype)]
             if value.kind is ValueKind.PARAMETER and not value.requires_grad:
                 words.append("requires_grad=False")
             if value.kind is ValueKind.BUFFER and not value.persistent:
                 words.append("persistent=False")
             if value.aliases:
-                words.append(f"aliases=({''.join(f'{alias!r}, ' for alias in value.aliases).rstrip()})".replace("'", '"'))
+                words.append(f"aliases={_source(value.aliases)}")
             method = {ValueKind.PARAMETER: "parameter", ValueKind.BUFFER: "buffer"}.get(value.kind, "constant")
-            lines += wrap(f"self.{method}({', '.join(words)})", 120)
+            lines += wrap(f"self.{method}({', '.join(words)})", WIDTH - 8)
         return lines
 
     # ---------------------------------------------------------------------------------------------------- signature
@@ -148,7 +161,7 @@ class _Writer:
             tree = given.get(name)
             literal = tree is not None and tree.kind == "leaf" and isinstance(tree.value, bool | int | float | str | None)
             if literal and tree is not None:
-                words.append(f"{name}={tree.value!r}".replace("'", '"'))
+                words.append(f"{name}={_source(tree.value)}")
             else:
                 words.append(f"{name}=ABSENT" if defaults or tree is None else name)
             defaults = defaults or "=" in words[-1]
@@ -158,14 +171,17 @@ class _Writer:
 
     def _inputs(self) -> list[tuple[str, str]]:
         """Path and source text of every leaf of the arguments that calls are checked against."""
+        return self._inputs_of(self.program.graph)
+
+    def _inputs_of(self, graph: IRGraph) -> list[tuple[str, str]]:
         rows: list[tuple[str, str]] = []
-        for name, tree in self.program.graph.signature:
+        for name, tree in graph.signature:
             for path, leaf in tree.leaves():
                 path = f"{name}.{path}".rstrip(".")
                 if isinstance(leaf, IRValue):
                     rows.append((path, f'("{_shape_text(leaf)}", {leaf.dtype})'))
-                elif leaf is None or isinstance(leaf, bool | int | str):
-                    rows.append((path, repr(leaf)))
+                elif leaf is None or isinstance(leaf, bool | int | float | str):
+                    rows.append((path, _source(leaf)))
         return rows
 
     def _unpack(self, scope: Scope) -> list[Line]:
@@ -214,12 +230,25 @@ class _Writer:
     def _statements(self, program: Program, scope: Scope) -> list[Line]:
         """The operators, adapters and buffer updates of a program; repeated blocks become methods."""
         body: list[Line] = []
-        for item in group_blocks(program):
-            body += self._call_block(item, scope, program) if isinstance(item, Run) else [self._line(item, scope, program, "")]
-        for buffer, value in program.buffer_updates:
-            guards = ("if self.training",) if value.name in self._train_only else ()
-            body.append(Line(f'self.update_buffer("{buffer.fqn}", {scope.name(value)})', guards=guards))
-        return body
+        items = group_blocks(program)
+        instances: dict[Any, list[Run]] = {}
+        for item in items:
+            if isinstance(item, Run):
+                instances.setdefault(item.key, []).append(item)
+        for item in items:
+            if isinstance(item, Run):
+                body += self._call_block(item, instances[item.key], scope, program)
+            else:
+                body.append(self._line(item, scope, program))
+        done = {before.name for item in items if isinstance(item, Run) for before, _ in item.updates}
+        return body + [self._update(pair, scope) for pair in program.buffer_updates if pair[0].name not in done]
+
+    def _update(self, update: Update, scope: Scope) -> Line:
+        """Give a buffer its new value."""
+        before, after = update
+        name = _unraw(_source(_named(before.fqn, scope.block)))
+        guards = ("if self.training",) if after.name in self._train_only else ()
+        return Line(f"self.update_buffer({name}, {scope.name(after)})", guards=guards)
 
     def _programs(self) -> list[Program]:
         """Every program whose body stands in the file."""
@@ -237,19 +266,15 @@ class _Writer:
                     self._imported |= {re.split(r"[ .]", statement)[1] for statement in imports_of(instruction.op)}
         return RESERVED | self._imported | set(program.plan.mesh.names)
 
-    def _line(self, instruction: Instruction, scope: Scope, program: Program, container: str) -> Line:
+    def _line(self, instruction: Instruction, scope: Scope, program: Program) -> Line:
         if isinstance(instruction, Adapt):
             return self._adapter_line(instruction, scope)
-        return self._compute_line(instruction, scope, program, container)
+        return self._compute_line(instruction, scope, program)
 
-    def _compute_line(self, instruction: Compute, scope: Scope, program: Program, container: str) -> Line:
+    def _compute_line(self, instruction: Compute, scope: Scope, program: Program) -> Line:
         op = instruction.op
         self.imports |= imports_of(op)
-        if container:
-            op = op.map_args(
-                lambda leaf: _Raw(_layered(leaf, container)) if isinstance(leaf, str) and container in leaf else leaf
-            )
-        code = call_source(op, scope.name, to_python)
+        code = call_source(op.map_args(lambda leaf: _named(leaf, scope.block, identifier)), scope.name, to_python)
         code = _unraw(code)
         for value in op.results:
             scope.define(value)
@@ -266,14 +291,14 @@ class _Writer:
 
     def _comment(self, instruction: Compute, program: Program) -> str:
         original = instruction.original
-        layout = " ".join(
-            describe(v, l, program.graph.dims) for v, l in zip(original.results, instruction.layouts, strict=True)
-        )
+        texts = [describe(v, l, program.graph.dims) for v, l in zip(original.results, instruction.layouts, strict=True)]
+        alike = len(texts) > 1 and len(set(texts)) == 1
+        layout = f"each {texts[0]}" if alike else " ".join(texts)
         source = f"{PurePath(original.source.file).name}:{original.source.line}" if original.source else ""
-        path = re.sub(r"\.\d+(?=\.|$)", ".*", original.module_path) if self._in_method else original.module_path
+        path = original.module_path.removeprefix(self._container).lstrip(".")
         return "  ".join(word for word in (layout, path, source) if word)
 
-    _in_method: bool = False
+    _container: str = ""  # the path of the module whose method is being written
     _train_only: set[str] = field(default_factory=set)
 
     def _adapter_line(self, instruction: Adapt, scope: Scope) -> Line:
@@ -309,9 +334,10 @@ class _Writer:
 
     # ------------------------------------------------------------------------------------------------------- blocks
 
-    def _call_block(self, run: Run, scope: Scope, program: Program) -> list[Line]:
-        method = self.methods.get(run.key) or self._write_method(run, program)
-        arguments = [attribute_path(container_path(run.container)), str(run.container[1])] if run.container else []
+    def _call_block(self, run: Run, instances: list[Run], scope: Scope, program: Program) -> list[Line]:
+        method = self.methods.get(run.key) or self._write_method(instances, program)
+        arguments = [attribute_path(container_path(run.container))] if run.container else []
+        arguments += [str(run.container[1])] if run.container and method.takes_layer else []
         arguments += [scope.name(value) for value in run.inputs] + list(run.symbols)
         call = f"self.{method.name}({', '.join(arguments)})"
         if run.recompute:
@@ -321,33 +347,37 @@ class _Writer:
         for value in run.outputs:
             scope.define(value)
         targets = ", ".join(scope.name(value) for value in run.outputs)
-        return [Line(f"{targets} = {call}")]
+        return [Line(f"{targets} = {call}" if targets else call)]
 
-    def _write_method(self, run: Run, program: Program) -> _Method:
+    def _write_method(self, instances: list[Run], program: Program) -> _Method:
+        """The method for runs that are alike, written from the first of them."""
+        run = instances[0]
         container = container_path(run.container)
         base = f"{(run.container[0] if run.container else '').replace('.', '_') or 'inner'}_block"
         taken = {method.name for method in self.methods.values()}
         name = next(n for n in itertools.chain([base], (f"{base}_{i}" for i in itertools.count(2))) if n not in taken)
         scope = Scope(self._reserved(program) | set(run.symbols))
-        scope.strip = container.replace(".", "_") + "_" if container else ""
+        scope.strip = f"{identifier(container)}_" if container else ""
         scope.block = run.container
-        for value in run.inputs:
-            scope.define(value)
+        for value, wish in zip(run.inputs, _input_names(instances), strict=True):
+            scope.define(value, wish)
         inputs = [scope.name(value) for value in run.inputs]
-        self._in_method = True
-        lines = [self._line(instruction, scope, program, container.replace(".", "_")) for instruction in run.instructions]
-        self._in_method = False
-        outputs = ", ".join(scope.name(value) for value in run.outputs)
-        lines.append(Line(f"return {outputs}"))
-        head = wrap(
-            f"def {name}({', '.join(['self', *(['block', 'layer'] if run.container else []), *inputs, *run.symbols])}):", 124
+        self._container = container
+        lines = [self._line(instruction, scope, program) for instruction in run.instructions]
+        lines += [self._update(update, scope) for update in run.updates]
+        self._container = ""
+        outputs = (
+            f"{scope.name(v)} if self.training else None" if v.name in self._train_only else scope.name(v) for v in run.outputs
         )
-        text = [f"    {line}" for line in head]
+        lines.append(Line(f"return {', '.join(outputs)}"))
+        takes_layer = any("{layer}" in line.code for line in lines)
+        words = ["self", *(["block"] if run.container else []), *(["layer"] if takes_layer else []), *inputs, *run.symbols]
+        text = [f"    {line}" for line in wrap(f"def {name}({', '.join(words)}):", WIDTH - 4)]
         if run.container:
-            path = f"{run.container[0]}.*".lstrip(".")
-            text.append(f'        """``{path}``: ``block`` holds the weights of layer number ``layer``."""')
+            number = ", number ``layer``" if takes_layer else ""
+            text.append(f'        """``block`` is one of ``{run.container[0] or "self"}``{number}."""')
         text += layout_lines([*_axis_lines(lines, program.plan.mesh.names), *lines], 8)
-        self.methods[run.key] = _Method(name, text)
+        self.methods[run.key] = _Method(name, text, takes_layer)
         return self.methods[run.key]
 
     # ------------------------------------------------------------------------------------------------------- output
@@ -382,9 +412,29 @@ def _unraw(code: str) -> str:
     return re.sub("([\"'])\N{SYMBOL FOR START OF TEXT}(.*?)\\1", r'f"\2"', code)
 
 
-def _layered(text: str, container: str) -> str:
-    """``transformer_h_0_dropout`` -> ``transformer_h_{layer}_dropout``."""
-    return text.replace(container, re.sub(r"\d+$", "{layer}", container), 1)
+def _source(literal: Any) -> str:
+    """The source of a literal."""
+    return argument_source(literal, lambda value: value.name, to_python)
+
+
+def _named(leaf: Any, container: tuple[str, int] | None, write: Callable[[str], str] = str) -> Any:
+    """A name of a layer as source that puts in the layer's number; anything else as it is."""
+    text = layered(leaf, container, write) if isinstance(leaf, str) else leaf
+    return leaf if text == leaf else _Raw(text)
+
+
+def _input_names(instances: list[Run]) -> list[str]:
+    """What a method calls its inputs: the first run's words for what all share, the second's for what one run makes for the
+    next (the first run's input comes from before the layers).
+    """
+    names = []
+    for values in zip(*(run.inputs for run in instances), strict=True):
+        name = values[-1].name
+        container = instances[-2].container if len(instances) > 1 else None
+        if container is not None and values[0].name != name:
+            name = re.sub(r"_\d+$", "", name.removeprefix(f"{identifier(container_path(container))}_"))
+        names.append(name)
+    return names
 
 
 def _axis_lines(lines: Iterable[Line], axes: tuple[str, ...]) -> list[Line]:

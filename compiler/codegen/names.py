@@ -107,16 +107,16 @@ class Scope:
         self._names[value.name] = name
         self._taken.add(name)
 
-    def define(self, value: IRValue) -> None:
-        """Give a new variable a name."""
-        wish = value.name.removeprefix(self.strip) if self.strip else value.name
+    def define(self, value: IRValue, wish: str = "") -> None:
+        """Give a new variable a name: its own (or the one wished for), with another number where that is taken."""
+        wish = wish or (value.name.removeprefix(self.strip) if self.strip else value.name)
         wish = re.sub(r"\W", "_", wish)
         if not wish.isidentifier() or keyword.iskeyword(wish):
             wish = f"x_{wish}"
-        name, count = wish, 1
+        name, count = wish, 0
         while name in self._taken:
             count += 1
-            name = f"{wish}_{count}"
+            name = f"{re.sub(r'_[0-9]+$', '', wish)}_{count}"
         self.bind(value, name)
 
     def name(self, value: IRValue) -> str:

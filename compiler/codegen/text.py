@@ -1,8 +1,11 @@
-"""Lines of generated source: statements with trailing comments, wrapped and aligned."""
+"""Lines of generated source: statements with trailing comments, broken the way ``ruff format`` breaks them."""
 
 from __future__ import annotations
 
+import tokenize
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 WIDTH = 128
 
@@ -34,8 +37,56 @@ def _place(line: Line, indent: int) -> list[str]:
     pad = " " * indent
     if line.comment and len(line.code) + indent + len(line.comment) + 4 <= WIDTH:
         return [f"{pad}{line.code}  # {line.comment}"]
-    wrapped = [pad + part for part in wrap(line.code, WIDTH - indent)]
-    return [f"{pad}# {line.comment}", *wrapped] if line.comment else wrapped
+    code = [pad + part for part in wrap_statement(line.code, WIDTH - indent)]
+    comment = [f"{pad}# {part}" for part in wrap_comment(line.comment, WIDTH - indent - 2)] if line.comment else []
+    return [*comment, *code]
+
+
+def wrap_comment(text: str, width: int) -> list[str]:
+    """Break a comment where two spaces separate its parts; a part that is longer than a line stays whole."""
+    lines = [""]
+    for part in text.split("  "):
+        joined = f"{lines[-1]}  {part}" if lines[-1] else part
+        if len(joined) <= width or not lines[-1]:
+            lines[-1] = joined
+        else:
+            lines.append(part)
+    return lines
+
+
+def wrap_statement(code: str, width: int) -> list[str]:
+    """Break a long statement inside the brackets that its value ends in, or else inside new ones around the value."""
+    if len(code) <= width:
+        return [code]
+    head, value = _split_statement(code)
+    signs = _signs(value)
+    lines = wrap(code, width)
+    if not head or (not signs and len(lines) > 1 and len(lines[0]) <= width):
+        return lines
+    if len(value) + 4 <= width:
+        inside = [value]
+    elif signs:  # in front of every operator sign
+        inside = [value[a:b].strip() for a, b in pairwise([0, *signs, len(value)])]
+    else:
+        inside = wrap(value, width - 4)
+    return [f"{head}(", *(f"    {line}" for line in inside), ")"]
+
+
+def _split_statement(code: str) -> tuple[str, str]:
+    """``("y = ", "f(x)")``, ``("return ", "y")``, and ``("", code)`` for an expression."""
+    if code.startswith("return "):
+        return "return ", code.removeprefix("return ")
+    sign = next((start for start, _, text, depth in _tokens(code) if text == "=" and depth == 0), None)
+    return (code[: sign + 2], code[sign + 2 :]) if sign is not None else ("", code)
+
+
+def _signs(value: str) -> list[int]:
+    """Where the operator signs stand that join the value's outermost operands."""
+    outer = [(start, text) for start, _, text, depth in _tokens(value) if depth == 0 and text not in ".,()[]{}"]
+    return [start for start, text in outer if start > 0 and (text in _WORDS or not (text[0].isalnum() or text[0] in "_\"'"))]
+
+
+_WORDS = frozenset(["and", "or", "if", "else", "in", "is", "not"])
 
 
 def wrap(code: str, width: int) -> list[str]:
@@ -52,33 +103,28 @@ def wrap(code: str, width: int) -> list[str]:
 
 def _last_bracket(code: str) -> int | None:
     """Where the bracket opens that closes at the very end."""
-    return next((i for i, c in enumerate(code) if c in "([{" and _closes_at_end(code, i)), None)
-
-
-def _closes_at_end(code: str, opening: int) -> bool:
-    depth = 0
-    for i in range(opening, len(code)):
-        depth += code[i] in "([{"
-        depth -= code[i] in ")]}"
-        if depth == 0:
-            return i == len(code) - 1
-    return False
+    opening = None
+    for start, end, text, depth in _tokens(code):
+        if text in "([{" and depth == 0:
+            opening = start
+        elif text in ")]}" and depth == 0 and end == len(code):
+            return opening
+    return None
 
 
 def split_commas(text: str) -> list[str]:
     """The parts of ``text`` between its top-level commas."""
-    parts, depth, start, quote = [], 0, 0, ""
-    for i, c in enumerate(text):
-        if quote:
-            quote = "" if c == quote else quote
-        elif c in "\"'":
-            quote = c
-        elif c in "([{":
-            depth += 1
-        elif c in ")]}":
-            depth -= 1
-        elif c == "," and depth == 0:
-            parts.append(text[start:i].strip())
-            start = i + 1
-    parts.append(text[start:].strip())
+    commas = [start for start, _, token, depth in _tokens(text) if token == "," and depth == 0]
+    parts = [text[a:b].strip(" ,") for a, b in pairwise([0, *commas, len(text)])]
     return [part for part in parts if part]
+
+
+def _tokens(code: str) -> Iterator[tuple[int, int, str, int]]:
+    """``(start, end, text, depth)`` of every token of one line; a bracket has the depth of what stands outside it."""
+    depth = 0
+    for token in tokenize.generate_tokens(iter([code]).__next__):
+        if token.type in (tokenize.NEWLINE, tokenize.NL, tokenize.ENDMARKER, tokenize.INDENT, tokenize.DEDENT):
+            continue
+        depth -= token.string in (")", "]", "}")
+        yield token.start[1], token.end[1], token.string, depth
+        depth += token.string in ("(", "[", "{")

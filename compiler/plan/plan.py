@@ -69,6 +69,7 @@ class Plan:
     stages: tuple[StagePlan, ...] = ()
     schedule: str = ""
     num_microbatches: int = 1
+    recompute: tuple[str, ...] = ()
 
     def stage_mesh(self, stage: int) -> Mesh:
         """The mesh of a stage; the plan's own without stages."""
@@ -90,6 +91,7 @@ class Plan:
             "inputs": {name: str(item) for name, item in self.inputs.items()},
             "outputs": {path: layout(item) for path, item in self.outputs.items()},
             "notes": [vars(note) for note in self.notes],
+            "recompute": list(self.recompute),
             **(
                 {
                     "stages": [stage.to_json() for stage in self.stages],
@@ -117,6 +119,7 @@ class Plan:
             tuple(StagePlan.from_json(stage) for stage in data.get("stages", ())),
             data.get("schedule", ""),
             data.get("num_microbatches", 1),
+            tuple(data.get("recompute", ())),
         )
 
     def dumps(self) -> str:

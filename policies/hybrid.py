@@ -1,0 +1,58 @@
+"""``hybrid``: pipeline stages, each split by tensor parallelism and along the batch; units copy it all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.plan import Plan
+from shardwright.policies.choice import choose_dims
+from shardwright.policies.data import batch_classes
+from shardwright.policies.pipelines import PipelineOptions, add_stages, check_end2end
+from shardwright.policies.policy import Policy, read_options
+from shardwright.policies.splits import split_dims
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import PlanError
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridOptions(PipelineOptions):
+    """``tp``: ranks that share the inner dims of a stage. ``dp``: ranks of a stage that share a sample's batch."""
+
+    tp: int | None = None
+    dp: int = 1
+
+
+def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
+    """``num_stages x dp x tp`` ranks; a size left out is what remains of ``plan_ngpus`` (two stages if both are)."""
+    check_end2end("hybrid", config)
+    options = read_options(HybridOptions, config.pas_config, policy="hybrid")
+    num_stages, tp = _sizes(options, config.plan_ngpus)
+    order = config.rank_order or "pp-dp-tp"
+    builder = graph.builder(mesh={"pp": num_stages, "dp": options.dp, "tp": tp}, order=order)
+    if options.dp > 1:
+        split_dims(builder, "dp", batch_classes(graph))
+    if tp > 1:
+        split_dims(builder, "tp", choose_dims(graph, tp))
+    return add_stages(graph, builder.plan("hybrid"), options, num_stages)
+
+
+def _sizes(options: HybridOptions, plan_ngpus: int) -> tuple[int, int]:
+    num_stages, tp = options.num_stages, options.tp
+    if num_stages is None and tp is None:
+        num_stages = 2 if plan_ngpus % (2 * options.dp) == 0 else 1
+    if num_stages is None:
+        assert tp is not None
+        num_stages = plan_ngpus // (options.dp * tp)
+    if tp is None:
+        tp = plan_ngpus // (options.dp * num_stages)
+    if num_stages * options.dp * tp != plan_ngpus or min(num_stages, options.dp, tp) < 1:
+        raise PlanError(
+            "policy 'hybrid' cannot place its sizes on the ranks of the plan",
+            why=f"num_stages={num_stages} x dp={options.dp} x tp={tp} is not plan_ngpus={plan_ngpus}",
+            hint="make the product of the three equal to plan_ngpus",
+        )
+    return num_stages, tp
+
+
+POLICY = Policy("hybrid", apply, HybridOptions, built_in=True)

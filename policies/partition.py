@@ -1,0 +1,132 @@
+"""Cut a chain of operators into stages: exact min-max of time, and among the best cuts the one that sends the least."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import deque
+from collections.abc import Sequence
+
+from shardwright.compiler.cost.communication import estimate
+from shardwright.compiler.cost.time import forward_s
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ir.size import product
+from shardwright.compiler.passes.stages import from_nothing
+from shardwright.runtime.errors import PlanError
+
+
+def balanced_cuts(times: Sequence[int], traffic: Sequence[float], num_parts: int) -> list[int]:
+    """Where parts 1, 2, ... begin, so that the largest sum of ``times`` in a part is as small as possible, and then the sum of
+    ``traffic`` at the cuts. ``traffic[i]`` is what crosses a cut before item ``i``; infinite: no cut there.
+
+    Exact. The smallest feasible maximum is found by bisection over integers, the cheapest cuts under it by dynamic programming
+    with a sliding minimum, O(items x parts).
+
+    Raises :class:`PlanError` if there are fewer places to cut than needed.
+    """
+    sums = [0, *itertools.accumulate(times)]
+    places = [i for i in range(1, len(times)) if traffic[i] != float("inf")]
+    if len(places) < num_parts - 1:
+        raise PlanError(
+            f"the graph cannot be cut into {num_parts} stages",
+            why=f"it has {len(places)} places where a stage may begin",
+            hint="ask for fewer stages",
+        )
+    low, high = max(sums[-1] // num_parts, 1) - 1, sums[-1]
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _fits(sums, places, num_parts, middle):
+            high = middle
+        else:
+            low = middle
+    limit = high
+    return _cheapest(sums, places, traffic, num_parts, limit)
+
+
+def _fits(sums: Sequence[int], places: Sequence[int], num_parts: int, limit: int) -> bool:
+    """Whether greedy parts of at most ``limit`` suffice."""
+    start, parts = 0, 1
+    while sums[-1] - sums[start] > limit:
+        furthest = bisect.bisect_right(sums, sums[start] + limit) - 1
+        index = bisect.bisect_right(places, furthest) - 1
+        if index < 0 or places[index] <= start:
+            return False
+        start, parts = places[index], parts + 1
+        if parts > num_parts:
+            return False
+    return True
+
+
+def _cheapest(sums: Sequence[int], places: Sequence[int], traffic: Sequence[float], num_parts: int, limit: int) -> list[int]:
+    """The cuts of least traffic with every part at most ``limit``; parts are never empty."""
+    nodes = [0, *places, len(sums) - 1]
+    best = [0.0] + [float("inf")] * (len(nodes) - 1)  # cost of ending a part before nodes[i]
+    choices: list[list[int]] = []
+    for part in range(num_parts):
+        last = part == num_parts - 1
+        following = [float("inf")] * len(nodes)
+        choice = [-1] * len(nodes)
+        window: deque[int] = deque()
+        for i in range(1, len(nodes)):
+            while window and best[window[-1]] >= best[i - 1]:
+                window.pop()
+            window.append(i - 1)
+            while window and sums[nodes[i]] - sums[nodes[window[0]]] > limit:
+                window.popleft()
+            if window and best[window[0]] < float("inf"):
+                following[i] = best[window[0]] + (0.0 if last else traffic[nodes[i]] if i < len(nodes) - 1 else float("inf"))
+                choice[i] = window[0]
+        choices.append(choice)
+        best = following
+    cuts, node = [], len(nodes) - 1
+    for choice in reversed(choices[1:]):
+        node = choice[node]
+        cuts.append(nodes[node])
+    return cuts[::-1]
+
+
+def stage_starts(graph: IRGraph, num_stages: int) -> list[str]:
+    """The first operator of every stage but the first, balanced by estimated time.
+
+    Operators that every stage makes for itself cost nothing here; a stage does not begin inside a recompute region.
+    """
+    free = from_nothing(graph)
+    times = [0 if op.name in free else max(0, round(forward_s(op) * 1e15)) for op in graph.ops]
+    starts = balanced_cuts(times, cut_traffic(graph, free), num_stages)
+    return [graph.ops[i].name for i in starts]
+
+
+def cut_traffic(graph: IRGraph, free: set[str]) -> list[float]:
+    """Per place, the elements that cross a cut in front of it: forward, and back as gradients."""
+    change = [0.0] * (len(graph.ops) + 1)
+    last_use: dict[str, int] = {}
+    for index, op in enumerate(graph.ops):
+        if op.name not in free:
+            for value in op.operands:
+                last_use[value.name] = index
+    for index, op in enumerate(graph.ops):
+        if op.name in free:
+            continue
+        for value in op.results:
+            until = last_use.get(value.name, index)
+            size = estimate(product(value.shape)) * (2 if value.requires_grad else 1)
+            change[index + 1] += size
+            change[until + 1] -= size
+    traffic = list(itertools.accumulate(change))[: len(graph.ops)]
+    for index in range(1, len(graph.ops)):
+        region = graph.ops[index].region
+        if region is not None and graph.ops[index - 1].region == region:
+            traffic[index] = float("inf")
+    return traffic
+
+
+def starts_at(graph: IRGraph, paths: Sequence[str]) -> list[str]:
+    """The first operator of each module path. Raises :class:`PlanError` for a path without operators."""
+    starts = []
+    for path in paths:
+        found = next((op.name for op in graph.ops if op.module_path == path or op.module_path.startswith(f"{path}.")), None)
+        if found is None:
+            known = sorted({op.module_path for op in graph.ops if op.module_path.count(".") <= path.count(".")})
+            raise PlanError(f"no operator belongs to module {path!r}", hint=f"one of {', '.join(known[:12])} ...")
+        starts.append(found)
+    return starts

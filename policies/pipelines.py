@@ -1,0 +1,73 @@
+"""What ``pp`` and ``hybrid`` share: their options, and stages on a mesh with a ``pp`` axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.plan.plan import Plan, StagePlan
+from shardwright.compiler.schedule.generate import SCHEDULES, generate
+from shardwright.policies.partition import stage_starts, starts_at
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import ConfigError, PlanError
+from shardwright.runtime.layout import Mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """Options of a pipeline in ``pas_config``.
+
+    ``num_stages``: positions in the pipeline. ``num_microbatches``: samples of a step (default: twice the positions).
+    ``schedule``: ``1f1b``, ``gpipe``, ``1f1b_interleaved``, ``zb_h1``, ``zb_v``. ``chunks``: stages of each position (default:
+    what the schedule needs). ``stage_starts``: module paths at which stages 1, 2, ... begin (default: balanced by time).
+    ``recompute``: module paths, ``*`` for any one name, whose activations are computed again in the backward.
+    """
+
+    num_stages: int | None = None
+    num_microbatches: int | None = None
+    schedule: str = "1f1b"
+    chunks: int | None = None
+    stage_starts: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = ()
+
+
+def check_end2end(policy: str, config: ComputeConfig) -> None:
+    """A pipeline runs whole steps."""
+    if not config.use_end2end:
+        raise ConfigError(
+            f"policy {policy!r} needs use_end2end=True",
+            why="a pipeline runs forward and backward of all samples itself, in train_step",
+            hint="ComputeConfig(use_end2end=True, ...), with a model whose first result is the loss",
+        )
+
+
+def add_stages(graph: IRGraph, plan: Plan, options: PipelineOptions, num_positions: int) -> Plan:
+    """The plan cut into stages along the ``pp`` axis of its mesh."""
+    method = SCHEDULES.get(options.schedule)
+    if method is None or not method.trains:
+        trained = [name for name, m in SCHEDULES.items() if m.trains]
+        raise PlanError(f"there is no schedule {options.schedule!r} to train with", hint=f"one of {', '.join(trained)}")
+    num_microbatches = options.num_microbatches or 2 * num_positions
+    chunks = options.chunks or method.min_chunks
+    schedule = generate(options.schedule, num_positions, num_microbatches, chunks)
+    num_stages = schedule.num_stages
+    if options.stage_starts:
+        if len(options.stage_starts) != num_stages - 1:
+            raise PlanError(
+                f"{len(options.stage_starts)} stage starts for {num_stages} stages",
+                why=f"{num_positions} positions x {chunks} chunks; the first stage begins at the beginning",
+                hint=f"name {num_stages - 1} module paths",
+            )
+        starts = starts_at(graph, options.stage_starts)
+    else:
+        starts = stage_starts(graph, num_stages)
+    inner = Mesh(tuple((name, size) for name, size in plan.mesh.axes if name != "pp"))
+    positions = [
+        tuple(rank for rank in range(plan.mesh.size) if plan.mesh.coords(rank)["pp"] == position) for position in range(num_positions)
+    ]
+    stages = tuple(
+        StagePlan(first_op, inner, positions[schedule.placement[index]]) for index, first_op in enumerate(["", *starts])
+    )
+    return replace(
+        plan, stages=stages, schedule=options.schedule, num_microbatches=num_microbatches, recompute=options.recompute
+    )

@@ -82,6 +82,9 @@ class Tracer(TorchFunctionMode):
             func, args, kwargs = torch.tensor, args[1:], {"dtype": args[0].dtype, **kwargs}
         if func in _LITERALS and not _has_traced(args, kwargs):
             return self._literal(func, args, kwargs)
+        if func in _LITERALS and args and _is_sizes(args[0]):
+            with self:
+                return _tensor_of_sizes(args[0], kwargs.get("dtype"))
         if name in _GRADIENT_HOOKS:
             raise self._error(
                 f"forward calls {name}() on a tensor, which tracing would lose", "write it as a torch.autograd.Function"
@@ -318,6 +321,22 @@ def _tensors(arg: Any) -> Iterator[torch.Tensor]:
     elif isinstance(arg, dict):
         for item in arg.values():
             yield from _tensors(item)
+
+
+def _is_sizes(data: Any) -> bool:
+    """Whether ``data`` is a number or a flat list of numbers."""
+    items = data if isinstance(data, tuple | list) else (data,)
+    return all(isinstance(item, bool | int | float | torch.SymInt | torch.SymFloat) for item in items)
+
+
+def _tensor_of_sizes(data: Any, dtype: torch.dtype | None) -> torch.Tensor:
+    """``torch.tensor`` of numbers some of which follow from dynamic sizes, from operators that keep them symbolic."""
+    items = data if isinstance(data, tuple | list) else (data,)
+    if dtype is None:
+        floating = any(isinstance(item, float | torch.SymFloat) for item in items)
+        dtype = torch.get_default_dtype() if floating else torch.int64
+    parts = [torch.full((), item, dtype=dtype) for item in items]
+    return torch.stack(parts) if isinstance(data, tuple | list) else parts[0]
 
 
 def _only_first_differentiable(args: tuple[Any, ...]) -> tuple[Any, ...]:

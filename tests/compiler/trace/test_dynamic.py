@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from tracing import same_as_eager, traced
 
+from shardwright.compiler.ir.op import RankDevice
 from shardwright.compiler.ir.printer import print_graph
 from shardwright.compiler.trace import trace
 from shardwright.runtime.errors import TraceError
@@ -56,6 +57,16 @@ def test_one_name_is_one_size() -> None:
         TraceError, match="dynamic dim 'n' has two sizes in the dummy arguments\n  where: dim 0 of y\n  why:   3 here, 4 before"
     ):
         trace(Adds(), {"x": X, "y": X[:3]}, dynamic_dims={"x": {0: "n"}, "y": {0: "n"}})
+
+
+def test_sizes_as_tensors() -> None:
+    class Counts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sum() / torch.tensor(x.shape[0]) + torch.tensor([x.shape[0], 1.0]).sum()
+
+    graph = traced(Counts(), {"x": X}, dynamic_dims=ROWS)
+    same_as_eager(graph, Counts(), {"x": X.repeat(2, 1)})
+    assert all(op.arg("device") == RankDevice() for op in graph.ops if op.target == "full")
 
 
 def test_negative_dims_count_from_the_end() -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.runtime.communicator import ReduceOp, Work
+from shardwright.runtime.errors import DistributedError
+from shardwright.runtime.messages import Sending, lost, undeliverable
 
 # torch 2.13 renamed these two: the old names warn there, the new ones are missing before.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -54,3 +59,54 @@ class ProcessGroupTransport:
 
     def barrier(self) -> None:
         dist.barrier(group=self.process_group)
+
+
+_NUM_TAGS = 2**30
+"""Tags are 32-bit; that many messages of one channel are never under way at once."""
+
+
+class ProcessMessages:
+    """See :class:`~shardwright.runtime.messages.MessageTransport`.
+
+    ``groups``: a process group for each channel ``(sender, receiver)`` of this rank. Gloo tells messages by their tag, so one
+    group may serve all channels. NCCL ignores tags and runs the calls of one group in order, so there each channel needs a
+    group of its own: then neither end waits for what the other one has not started yet.
+    """
+
+    def __init__(self, rank: int, groups: Mapping[tuple[int, int], dist.ProcessGroup]) -> None:
+        self._rank = rank
+        self._groups = groups
+
+    def start_send(self, x: Tensor, dst: int, number: int, what: str) -> Sending:
+        try:
+            work = dist.isend(x, dst, self._groups[self._rank, dst], tag=number % _NUM_TAGS)
+        except RuntimeError as error:
+            raise undeliverable(self._rank, what, dst, _first_line(error)) from error
+        return _ProcessWork(work, x, lambda why: undeliverable(self._rank, what, dst, why))
+
+    def start_receive_(self, x: Tensor, src: int, number: int, what: str) -> Work:
+        try:
+            work = dist.irecv(x, src, self._groups[src, self._rank], tag=number % _NUM_TAGS)
+        except RuntimeError as error:
+            raise lost(self._rank, what, src, _first_line(error)) from error
+        return _ProcessWork(work, x, lambda why: lost(self._rank, what, src, why))
+
+
+class _ProcessWork:
+    """A message under way. It keeps the tensor alive, and names who waits when it fails."""
+
+    def __init__(self, work: Any, x: Tensor, failure: Callable[[str], DistributedError]) -> None:
+        self._work, self._x, self._failure = work, x, failure
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._failure(_first_line(error)) from error
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).partition("\n")[0]

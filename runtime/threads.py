@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shardwright.runtime.communicator import ReduceOp, Transport, Work
 from shardwright.runtime.errors import DistributedError
+from shardwright.runtime.messages import MessageTransport, Sending
 from shardwright.runtime.world import World, use_world
 
 Result = TypeVar("Result")
@@ -54,9 +55,10 @@ class _Meeting:
 class _Waiting:
     """What a blocked rank waits for."""
 
-    what: str
+    what: str  # the call it waits in, up to the ranks it waits for
     ready: Callable[[], bool]
     missing: Callable[[], set[int]]
+    is_message: bool = False
 
 
 class Hub:
@@ -67,10 +69,11 @@ class Hub:
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
-        self._mail: dict[tuple[tuple[int, ...], int, int], deque[Tensor]] = {}
+        self._mail: dict[Hashable, deque[Tensor]] = {}
         self._waiting: dict[int, _Waiting] = {}
         self._ended: set[int] = set()
         self.failure: tuple[int | None, BaseException] | None = None
+        self.interrupted: list[str] = []  # who waited for a message when some rank failed
 
     def join(self, what: str, ranks: tuple[int, ...], index: int, number: int, given: Any, combine: Combine) -> _Meeting:
         """Give the part of member ``index`` to the group's call ``number``; the last one to join computes the outcome."""
@@ -93,25 +96,28 @@ class Hub:
     def outcome(self, meeting: _Meeting, index: int, number: int) -> Any:
         """Wait for the outcome of a meeting. It is shared by all members: copy it."""
         with self._changed:
-            self._wait(meeting.ranks[index], _Waiting(meeting.what, lambda: meeting.done, meeting.missing))
+            self._wait(meeting.ranks[index], _Waiting(f"{meeting.what} for", lambda: meeting.done, meeting.missing))
             meeting.num_left -= 1
             if meeting.num_left == 0:
                 del self._meetings[meeting.ranks, number]
             return meeting.outcome
 
-    def post(self, ranks: tuple[int, ...], src_index: int, dst_index: int, x: Tensor) -> None:
-        """Put a tensor into the mailbox of member ``dst_index``."""
+    def post(self, address: Hashable, x: Tensor) -> None:
+        """Put a tensor into a mailbox, behind those that are there."""
         with self._changed:
             self._raise_if_aborted()
-            self._mail.setdefault((ranks, src_index, dst_index), deque()).append(x)
+            self._mail.setdefault(address, deque()).append(x)
             self._changed.notify_all()
 
-    def fetch(self, what: str, ranks: tuple[int, ...], src_index: int, dst_index: int) -> Tensor:
-        """Wait for the next tensor that ``src_index`` posted to ``dst_index``."""
+    def fetch(self, address: Hashable, rank: int, src: int, what: str, *, is_message: bool = False) -> Tensor:
+        """Wait, as ``rank``, for the next tensor that rank ``src`` posts to a mailbox. ``what``: the call, up to "rank 3"."""
         with self._changed:
-            box = self._mail.setdefault((ranks, src_index, dst_index), deque())
-            self._wait(ranks[dst_index], _Waiting(what, lambda: bool(box), lambda: {ranks[src_index]}))
-            return box.popleft()
+            box = self._mail.setdefault(address, deque())
+            self._wait(rank, _Waiting(what, lambda: bool(box), lambda: {src}, is_message))
+            x = box.popleft()
+            if not box:
+                del self._mail[address]
+            return x
 
     def end(self, rank: int) -> None:
         """``rank`` has returned and joins no further call."""
@@ -139,6 +145,10 @@ class Hub:
                 if self.failure is None and not self._changed.wait(self._timeout_s):
                     late = f"ranks have waited {self._timeout_s:g} s in a collective"
                     self.abort(None, DistributedError(late, why=self._who_waits()))
+        except _RankAbortedError:
+            if waiting.is_message:
+                self.interrupted.append(_waits(rank, waiting))
+            raise
         finally:
             del self._waiting[rank]
 
@@ -152,11 +162,11 @@ class Hub:
             self.abort(None, DistributedError("the ranks wait for each other", why=self._who_waits()))
 
     def _who_waits(self) -> str:
-        lines = []
-        for rank, waiting in sorted(self._waiting.items()):
-            if not waiting.ready():
-                lines.append(f"rank {rank} waits in {waiting.what} for {_ranks(sorted(waiting.missing()))}")
-        return "; ".join(lines)
+        return "; ".join(_waits(rank, waiting) for rank, waiting in sorted(self._waiting.items()) if not waiting.ready())
+
+
+def _waits(rank: int, waiting: _Waiting) -> str:
+    return f"rank {rank} waits in {waiting.what} {_ranks(sorted(waiting.missing()))}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -197,14 +207,12 @@ class ThreadTransport:
         x.copy_(self._meet(f"broadcast({_describe(x)}, from index {src_index})", x, lambda given: given[src_index].clone()))
 
     def send(self, x: Tensor, dst_index: int) -> None:
-        self._hub.post(self._ranks, self._index, dst_index, x.clone())
+        self._hub.post((self._ranks, self._index, dst_index), x.clone())
 
     def receive_(self, x: Tensor, src_index: int) -> None:
-        received = self._hub.fetch(f"receive({_describe(x)})", self._ranks, src_index, self._index)
-        assert received.shape == x.shape and received.dtype == x.dtype, (
-            f"rank {self._ranks[src_index]} sent {_describe(received)}, rank {self._ranks[self._index]} expects {_describe(x)}"
-        )
-        x.copy_(received)
+        rank, src = self._ranks[self._index], self._ranks[src_index]
+        address = (self._ranks, src_index, self._index)
+        _take_over(x, rank, self._hub.fetch(address, rank, src, f"receive({_describe(x)}) for"), src)
 
     def barrier(self) -> None:
         self._meet("barrier()", None, lambda given: None)
@@ -228,6 +236,56 @@ class _ThreadWork:
 
     def wait(self) -> None:
         self._x.copy_(self._hub.outcome(self._meeting, self._index, self._number))
+
+
+class ThreadMessages:
+    """See :class:`~shardwright.runtime.messages.MessageTransport`."""
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self._hub = hub
+        self._rank = rank
+
+    def start_send(self, x: Tensor, dst: int, number: int, what: str) -> Sending:
+        self._hub.post((self._rank, dst, number), x.clone())
+        return _Posted()
+
+    def start_receive_(self, x: Tensor, src: int, number: int, what: str) -> Work:
+        return _Expected(self._hub, x, self._rank, src, number, what)
+
+
+class _Posted:
+    """A message in its mailbox: the sender is done with it."""
+
+    def wait(self) -> None:
+        return None
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class _Expected:
+    """A message that rank ``src`` will send, or has sent."""
+
+    hub: Hub
+    x: Tensor
+    rank: int
+    src: int
+    number: int
+    what: str
+
+    def wait(self) -> None:
+        address = (self.src, self.rank, self.number)
+        received = self.hub.fetch(address, self.rank, self.src, f"{self.what} from", is_message=True)
+        _take_over(self.x, self.rank, received, self.src)
+
+
+def _take_over(x: Tensor, rank: int, received: Tensor, src: int) -> None:
+    """Fill the buffer ``x`` of ``rank`` with what ``src`` sent."""
+    assert received.shape == x.shape and received.dtype == x.dtype, (
+        f"rank {src} sent {_describe(received)}, rank {rank} expects {_describe(x)}"
+    )
+    x.copy_(received)
 
 
 def _reduce(given: list[Tensor], op: ReduceOp) -> Tensor:
@@ -255,12 +313,15 @@ class ThreadWorld(World):
     def _make_transport(self, ranks: tuple[int, ...]) -> Transport | None:
         return ThreadTransport(self._hub, ranks, self.rank) if self.rank in ranks else None
 
+    def _make_message_transport(self, channels: Sequence[tuple[int, int]]) -> MessageTransport:
+        return ThreadMessages(self._hub, self.rank)
+
 
 def run_ranks(num_ranks: int, fn: Callable[..., Result], *args: Any, timeout_s: float = 300.0) -> list[Result]:
     """Run ``fn(rank, *args)`` on one thread per rank and return the results by rank.
 
     The first exception of a rank ends all others at their next collective and is raised here, with a note that names the
-    rank. ``timeout_s`` bounds how long a rank waits in one collective.
+    rank, and one for each rank that waited for a message then. ``timeout_s`` bounds how long a rank waits in one collective.
 
     Raises :class:`DistributedError` where the ranks' collectives do not fit together.
     """
@@ -295,5 +356,7 @@ def run_ranks(num_ranks: int, fn: Callable[..., Result], *args: Any, timeout_s: 
         failed_rank, failure = hub.failure
         if failed_rank is not None:
             failure.add_note(f"raised on rank {failed_rank} of {num_ranks}")
+            for text in sorted(hub.interrupted):
+                failure.add_note(text)
         raise failure
     return results

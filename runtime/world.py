@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,8 @@ import torch.distributed as dist
 from shardwright.runtime.communicator import Communicator, Transport
 from shardwright.runtime.counters import CommunicationCounters
 from shardwright.runtime.errors import DistributedError
-from shardwright.runtime.process_group import ProcessGroupTransport
+from shardwright.runtime.messages import Messages, MessageTransport
+from shardwright.runtime.process_group import ProcessGroupTransport, ProcessMessages
 
 
 class World(ABC):
@@ -40,6 +41,17 @@ class World(ABC):
     @abstractmethod
     def _make_transport(self, ranks: tuple[int, ...]) -> Transport | None:
         """The transport of a group of at least two; ``None`` if this rank is not a member."""
+
+    @abstractmethod
+    def _make_message_transport(self, channels: Sequence[tuple[int, int]]) -> MessageTransport:
+        """What moves the messages of these ``(sender, receiver)``; the same on all ranks, in the same order."""
+
+    def connect(self, channels: Iterable[tuple[int, int]]) -> Messages:
+        """Messages along ``channels``: the pairs ``(sender, receiver)`` of all ranks that will ever send to each other.
+
+        Collective: all ranks of the world call it with the same pairs.
+        """
+        return Messages(self._make_message_transport(sorted(set(channels))), self.counters)
 
     def group(self, ranks: Sequence[int], name: str) -> Communicator | None:
         """The communicator of ``ranks``, counted under ``name``; ``None`` if this rank is not one of them.
@@ -104,6 +116,10 @@ class SoloWorld(World):
     def _make_transport(self, ranks: tuple[int, ...]) -> Transport | None:
         raise AssertionError("a world of one has no group of several")
 
+    def _make_message_transport(self, channels: Sequence[tuple[int, int]]) -> MessageTransport:
+        assert not channels, "nobody sends to itself"
+        return ProcessMessages(self.rank, {})
+
 
 class DistributedWorld(World):
     """The ranks of ``torch.distributed``, which must be initialised. On NCCL the device is the current CUDA device."""
@@ -123,6 +139,14 @@ class DistributedWorld(World):
             return None
         assert isinstance(process_group, dist.ProcessGroup)
         return ProcessGroupTransport(process_group)
+
+    def _make_message_transport(self, channels: Sequence[tuple[int, int]]) -> MessageTransport:
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        if self.device.type == "cpu":
+            return ProcessMessages(self.rank, dict.fromkeys(channels, everyone))
+        groups = {channel: dist.new_group(list(channel)) for channel in channels}
+        return ProcessMessages(self.rank, {c: group for c, group in groups.items() if self.rank in c and group is not None})
 
 
 class _Current(threading.local):

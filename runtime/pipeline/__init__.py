@@ -1,0 +1,1 @@
+"""Pipelines at run time: stages on sub-meshes, what crosses between them, and the executor of a schedule."""

@@ -52,7 +52,9 @@ class Origin:
     digest: str
 
 
-def emit(program: Program, origin: Origin, num_ranks: int, *, seed: int = 0, rng: str = "fast", end2end: bool = False) -> dict[str, str]:
+def emit(
+    program: Program, origin: Origin, num_ranks: int, *, seed: int = 0, rng: str = "fast", end2end: bool = False
+) -> dict[str, str]:
     """``gencode<rank>.py`` for every rank of the unit: file name to text, identical for identical input.
 
     ``seed`` and ``rng`` are those of the config: where random operators start, and whether plans share their draws.

@@ -119,7 +119,9 @@ class OpDef:
         if self.is_sign:
             if self.fits_sign(args):
                 texts = [_atomic(text) for text in args.values()]
-                return f"{self.code}{texts[0]}" if len(texts) == 1 else f" {self.code} ".join(texts)
+                close = self.code == "**" and all(map(_is_simple, texts))
+                sign = self.code if close or len(texts) == 1 else f" {self.code} "
+                return f"{sign}{texts[0]}" if len(texts) == 1 else sign.join(texts)
             code = self.function_code
         words: list[str] = []
         in_order = True  # no parameter was left out so far: the next one may be positional
@@ -143,6 +145,14 @@ def _is_default(value: Arg, default: Any) -> bool:
     if default is REQUIRED or isinstance(value, IRValue | WhenTraining | RankDevice | torch.Tensor):
         return False
     return type(value) is type(default) and bool(value == default)
+
+
+def _is_simple(text: str) -> bool:
+    """Whether formatters put a power sign next to this operand without spaces: a number, a name, attributes of a name."""
+    node = ast.parse(text, mode="eval").body
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name | ast.Constant)
 
 
 def _atomic(text: str | tuple[str, ...]) -> str:

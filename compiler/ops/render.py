@@ -100,7 +100,9 @@ def argument_source(arg: Arg, name_of: NameOf, size_text: SizeText) -> str:
             return f"{type(arg).__module__}.{type(arg).__qualname__}.{arg.name}"
         case str():
             return _quoted(arg)
-        case bool() | int() | float() | complex() | None:
+        case float() | complex():
+            return repr(arg).replace("e+", "e")  # as formatters write it
+        case bool() | int() | None:
             return repr(arg)
         case torch.device():
             return f'torch.device("{arg}")'

@@ -215,5 +215,6 @@ def _unneeded(graph: IRGraph, config: ComputeConfig) -> dict[str, str | None]:
     assert not isinstance(config.outputs, str)
     unknown = sorted(config.outputs.keys() - set(paths))
     if unknown:
-        raise PlanError(f"ComputeConfig.outputs names {unknown[0]!r}, which the model does not return", hint=did_you_mean(unknown[0], paths))
+        what = f"ComputeConfig.outputs names {unknown[0]!r}, which the model does not return"
+        raise PlanError(what, hint=did_you_mean(unknown[0], paths))
     return {path: None if wish == "drop" else wish for path, wish in config.outputs.items()}

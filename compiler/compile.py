@@ -97,7 +97,7 @@ def compile_graph(
     manager = manager or pass_manager()
     if config.inference_only:
         graph = manager.run(FunctionPass("inference", without_gradients), graph)
-    planned = annotate(graph, manager)
+    planned: IRGraph = annotate(graph, manager)
     if plan is None:
         with manager.measure("policy"):
             plan = plan_of(policy(planned, config), policy_name)

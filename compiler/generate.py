@@ -150,7 +150,7 @@ def _manifest(compiled: Compiled, request: Request) -> Manifest:
         mesh=plan.mesh,
         policy=plan.policy,
         files={},
-        tensors={declaration.name: declaration for declaration in (_declaration(d.value, d.layout) for d in compiled.declarations)},
+        tensors={made.name: made for made in (_declaration(d.value, d.layout) for d in compiled.declarations)},
         request=request.to_json(),
     )
 

@@ -63,7 +63,8 @@ def add_stages(graph: IRGraph, plan: Plan, options: PipelineOptions, num_positio
         starts = stage_starts(graph, num_stages)
     inner = Mesh(tuple((name, size) for name, size in plan.mesh.axes if name != "pp"))
     positions = [
-        tuple(rank for rank in range(plan.mesh.size) if plan.mesh.coords(rank)["pp"] == position) for position in range(num_positions)
+        tuple(rank for rank in range(plan.mesh.size) if plan.mesh.coords(rank)["pp"] == position)
+        for position in range(num_positions)
     ]
     stages = tuple(
         StagePlan(first_op, inner, positions[schedule.placement[index]]) for index, first_op in enumerate(["", *starts])

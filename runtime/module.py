@@ -55,7 +55,8 @@ class ParallelModule(Scope):
 
     ``mesh``, ``rank``, ``inputs``, ``seed`` and ``rng_mode`` are set by the generated class: the mesh of a unit, the plan
     rank the file is for, the leaves of the arguments (see :mod:`shardwright.runtime.inputs`), and how random numbers are
-    drawn. ``compute_config``: what it was compiled with, set by the loader. ``ranks``: the groups of this rank. ``rng``: seed, step and microbatch of its random numbers.
+    drawn. ``compute_config``: what it was compiled with, set by the loader. ``ranks``: the groups of this rank. ``rng``:
+    seed, step and microbatch of its random numbers.
 
     Constructing one is collective: all ranks of the world do it, in the same order. With ``init_params`` the tensors get
     the values the model was compiled with. Without, parameters and persistent buffers are uninitialised and wait for

@@ -36,7 +36,8 @@ def emit_pipeline(
     rng: str = "fast",
 ) -> dict[str, str]:
     """``gencode<rank>.py`` for every rank of the unit. Ranks with the same stages share their code; what they send to whom
-    differs."""
+    differs.
+    """
     template = template_named("pipeline.py.jinja")
     positions = pipeline_positions(program)
     writers: dict[tuple[int, ...], dict[str, Any]] = {}

@@ -33,7 +33,8 @@ class DimClass:
 @dataclass(frozen=True)
 class ModelDims:
     """The classes of a graph. ``factors``: (operator, factor) to class index. ``values``: value name to the class indices
-    of each of its dims, outermost first (dims of size 1 have none). ``conflicts``: where unification had to give up."""
+    of each of its dims, outermost first (dims of size 1 have none). ``conflicts``: where unification had to give up.
+    """
 
     classes: tuple[DimClass, ...]
     factors: Mapping[tuple[str, str], int]

@@ -11,7 +11,6 @@ import torch
 
 from shardwright.compiler.ir.dims import ModelDims
 from shardwright.compiler.ir.op import Arg, IROp
-from shardwright.compiler.ir.size import Size
 from shardwright.compiler.ir.value import IRValue, ValueKind
 
 
@@ -53,8 +52,8 @@ class IRGraph:
     input values, or literals that were fixed by tracing). ``defaults``: arguments that were absent and took their
     default. ``output``: the structure of the result. ``buffer_updates``: buffer value to the value it has after the call.
     ``constants``: the tensors that constant values stand for. ``conditions``: relations between dynamic sizes that the
-    traced control flow took for granted; a call that breaks one must be refused. ``eval_graph``: the body for ``training=False`` where it
-    differs in structure; parameters and buffers are shared by name.
+    traced control flow took for granted; a call that breaks one must be refused. ``eval_graph``: the body for
+    ``training=False`` where it differs in structure; parameters and buffers are shared by name.
     """
 
     name: str

@@ -76,7 +76,8 @@ def _name_by_operators(graph: IRGraph, dims: ModelDims, give: Callable[[tuple[in
 def _is_data(value: IRValue, graph: IRGraph) -> bool:
     """Whether an integer value is an input in another shape, not counted from shapes."""
     producers = graph.producers()
-    while value.name in producers and producers[value.name][0].target in ("view", "reshape", "to", "contiguous", "getitem", "clone"):
+    passing = ("view", "reshape", "to", "contiguous", "getitem", "clone")
+    while value.name in producers and producers[value.name][0].target in passing:
         value = producers[value.name][0].operands[0]
     return value.kind is ValueKind.INPUT
 

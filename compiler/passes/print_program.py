@@ -15,9 +15,8 @@ def print_program(program: Program) -> str:
     for instruction in program.body:
         if isinstance(instruction, Adapt):
             step = instruction.step
-            lines.append(
-                f"  {instruction.result.name} = {step.kind}({instruction.value.name}, {step.axis})  # {step.transition}: {step.after}"
-            )
+            call = f"{instruction.result.name} = {step.kind}({instruction.value.name}, {step.axis})"
+            lines.append(f"  {call}  # {step.transition}: {step.after}")
         else:
             names = ", ".join(value.name for value in instruction.op.results)
             layouts = " ".join(map(str, instruction.layouts))

@@ -55,7 +55,8 @@ def unknown_op_message(op: IROp) -> str:
     return (
         f"no rule for operator {op.target}: it runs replicated on every rank\n"
         f"  where: {op.source} ({op.module_path or 'top-level forward'})\n"
-        f"  why:   operand shapes {[tuple(v.shape) for v in op.operands]}, result shapes {[tuple(v.shape) for v in op.results]}\n"
+        f"  why:   operand shapes {[tuple(v.shape) for v in op.operands]}, "
+        f"result shapes {[tuple(v.shape) for v in op.results]}\n"
         f"  try:   tell which dims may be split (drop the ^ there, use one letter for equal dims):\n"
         f'         shardwright.register_op("{shapes} -> {results}")({function})'
     )

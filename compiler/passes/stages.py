@@ -41,17 +41,18 @@ def stage_of_ops(graph: IRGraph, plan: Plan) -> dict[str, int]:
                 hint="begin the stage before or after the region",
             )
         starts.append(start)
-    stage, result = 0, {}
+    current, result = 0, {}
     for index, op in enumerate(graph.ops):
-        while stage + 1 < len(starts) and index >= starts[stage + 1]:
-            stage += 1
-        result[op.name] = stage
+        while current + 1 < len(starts) and index >= starts[current + 1]:
+            current += 1
+        result[op.name] = current
     return result
 
 
 def from_nothing(graph: IRGraph) -> set[str]:
     """The operators that every stage may compute for itself: their values come from sizes, constants and buffers that nobody
-    updates, need no gradient and no random numbers."""
+    updates, need no gradient and no random numbers.
+    """
     updated = {before.name for before, _ in graph.buffer_updates} | {
         op.operands[position].name for op in graph.ops if op.rule is not None for position in op.rule.updates
     }

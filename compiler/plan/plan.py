@@ -32,7 +32,8 @@ class Note:
 @dataclass(frozen=True)
 class StagePlan:
     """A pipeline stage: the operators from ``first_op`` (in the order of the graph) up to the next stage's, on the unit ranks
-    ``ranks``, in the order of ``mesh``. Stages with the same ranks have the same mesh; the others' ranks are disjoint."""
+    ``ranks``, in the order of ``mesh``. Stages with the same ranks have the same mesh; the others' ranks are disjoint.
+    """
 
     first_op: str
     mesh: Mesh

@@ -46,7 +46,9 @@ def pieces(source: Holding, target: Holding) -> dict[tuple[int, int], list[tuple
     return result
 
 
-def _overlap(held: tuple[tuple[tuple[int, int], ...], ...], wanted: tuple[tuple[tuple[int, int], ...], ...]) -> list[tuple[Box, Box]]:
+def _overlap(
+    held: tuple[tuple[tuple[int, int], ...], ...], wanted: tuple[tuple[tuple[int, int], ...], ...]
+) -> list[tuple[Box, Box]]:
     """The boxes both have, in the local coordinates of each."""
     per_dim = [_overlap_runs(a, b) for a, b in zip(held, wanted, strict=True)]
     return [(tuple(x for x, _ in choice), tuple(y for _, y in choice)) for choice in itertools.product(*per_dim)]

@@ -17,8 +17,8 @@ FLOPS_PER_S = 312e12
 BYTES_PER_S = 2e12
 
 VIEWS = frozenset(
-    "view reshape transpose permute unsqueeze squeeze expand getitem split chunk unbind contiguous detach flatten t movedim "
-    "swapaxes unflatten select narrow alias".split()
+    ("view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "expand", "getitem", "split", "chunk", "unbind")
+    + ("contiguous", "detach", "flatten", "t", "movedim", "swapaxes", "unflatten", "select", "narrow", "alias")
 )
 """Operators that move no data (or rarely)."""
 

@@ -145,7 +145,7 @@ class _Lowering:
             if layout == goal:
                 return existing
         region = op.region if op else None
-        source, start, steps = self._cheapest(value, versions, goal)
+        _, start, steps = self._cheapest(value, versions, goal)
         for step in steps:
             result = replace(value, name=self._fresh_name(value, step), kind=ValueKind.ACTIVATION, fqn=None)
             self.body.append(Adapt(start, result, value, step, region, op.module_path if op else ""))

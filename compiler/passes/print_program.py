@@ -10,8 +10,7 @@ from shardwright.compiler.plan.program import Adapt, Program
 def print_program(program: Program) -> str:
     """One line per declaration and instruction, with layouts."""
     lines = [f"program {program.graph.name} on {program.plan.mesh}"]
-    for declaration in program.declarations:
-        lines.append(f"  {declaration.value.name}: {declaration.layout}")
+    lines += [f"  {declaration.value.name}: {declaration.layout}" for declaration in program.declarations]
     for instruction in program.body:
         if isinstance(instruction, Adapt):
             step = instruction.step

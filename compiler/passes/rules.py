@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from itertools import pairwise
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
@@ -77,9 +78,7 @@ def segment_slices(graph: IRGraph) -> IRGraph:
     for (_, dim), taken in slices.items():
         size = taken[0][0].operands[0].shape[dim]
         bounds = sorted({(start, stop) for _, start, stop in taken})
-        tiles = (
-            bounds[0][0] == 0 and bounds[-1][1] == size and all(a[1] == b[0] for a, b in zip(bounds, bounds[1:], strict=False))
-        )
+        tiles = bounds[0][0] == 0 and bounds[-1][1] == size and all(a[1] == b[0] for a, b in pairwise(bounds))
         if tiles and len(bounds) > 1:
             segments = tuple(stop - start for start, stop in bounds)
             for op, start, stop in taken:

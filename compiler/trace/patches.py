@@ -34,9 +34,14 @@ def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
 
 
 @contextmanager
-def patched(scope: Scope, apply_function: Callable[..., Any], note_training: Callable[[], None]) -> Iterator[None]:
+def patched(
+    scope: Scope,
+    apply_function: Callable[..., Any],
+    note_training: Callable[[], None],
+    real_values: Callable[[torch.Tensor], torch.Tensor | None],
+) -> Iterator[None]:
     """All patches. ``apply_function(cls, original, args, kwargs)`` records ``cls.apply``; ``note_training`` is called when
-    a module reads ``self.training``.
+    a module reads ``self.training``; ``real_values`` gives those of a tensor that follows from constants alone.
     """
     with ExitStack() as stack:
         stack.enter_context(_functions_applied_by(apply_function))
@@ -44,10 +49,35 @@ def patched(scope: Scope, apply_function: Callable[..., Any], note_training: Cal
         stack.enter_context(_scripts_inlined())
         stack.enter_context(_training_watched(note_training))
         stack.enter_context(_autocast_anywhere())
+        stack.enter_context(_constants_readable(real_values))
         if hasattr(torch, "_check_tensor_all_with"):  # a check of values: nothing to check, nothing to compute
             stack.enter_context(replaced(torch, "_check_tensor_all_with", lambda *args, **kwargs: None))
         if "torch._dynamo" in sys.modules:  # compiled functions run as the Python they were made from
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+@contextmanager
+def _constants_readable(real_values: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
+    """Let transformers look at values that are known.
+
+    Its ``is_tracing(tensor)`` asks whether values can be read; for any fake tensor it says they cannot. The tracer does know
+    the values of positions that are counted from shapes, so a causal mask without padding stays ``is_causal=True``.
+    """
+    original = getattr(sys.modules.get("transformers.utils.import_utils"), "is_tracing", None)
+    if original is None:
+        yield
+        return
+
+    def is_tracing(tensor: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():  # computing the values is no part of the model
+            known = isinstance(tensor, torch.Tensor) and real_values(tensor) is not None
+        return original() if known else original(tensor)
+
+    with ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("transformers.") and vars(module).get("is_tracing") is original:
+                stack.enter_context(replaced(module, "is_tracing", is_tracing))
         yield
 
 

@@ -124,7 +124,7 @@ class _Run:
                 stack.enter_context(self.mode)
                 if self.dynamic.env is not None:  # some kernels take sizes as numbers; their Python forms do not
                     stack.enter_context(enable_python_dispatcher())
-                stack.enter_context(patched(self.scope, tracer.apply_function, note_training))
+                stack.enter_context(patched(self.scope, tracer.apply_function, note_training, self.constants.real))
                 stack.enter_context(self.scope.followed())
                 stack.enter_context(tracer)
                 return self.module(**arguments)

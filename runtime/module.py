@@ -223,6 +223,18 @@ class ParallelModule(Scope):
                 f"{self.ranks.num_units} unit(s), by rank // {self.mesh.size}",
             )
 
+    def require(self, holds: bool, condition: str) -> None:
+        """Check a relation between dynamic sizes that the traced control flow took for granted.
+
+        Raises :class:`InputError` where the sizes of a call do not have it.
+        """
+        if not holds:
+            raise InputError(
+                f"{type(self).__name__} was traced for sizes with {condition}, and this call has others",
+                why="the model does something else for such sizes, and the traced graph does not have it",
+                hint="compile for these sizes too, under another instance_name, or leave the dim static",
+            )
+
     def update_buffer(self, fqn: str, value: Tensor) -> None:
         """Give a buffer a new value, under all its names.
 

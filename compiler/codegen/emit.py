@@ -212,8 +212,13 @@ class _Writer:
                         lines.append(Line(f'{scope.name(value)} = {name}_leaves["{name}.{path}"]'))
         for symbol, (value, dim) in graph.symbols().items():
             scope.reserve(symbol)
-            if symbol in self._used_symbols:
+            if symbol in self._used_symbols | {str(s) for condition in graph.conditions for s in condition.free_symbols}:
                 lines.append(Line(f"{symbol} = {scope.name(value)}.size({dim})"))
+        for condition in graph.conditions:
+            text = to_python(condition)
+            lines.append(Line(f'self.require({text}, "{text}")'))
+            if "math." in text:
+                self.imports.add("import math")
         return lines
 
     # --------------------------------------------------------------------------------------------------------- body

@@ -12,7 +12,7 @@ from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.printer import print_graph
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ir.verify import verify
-from shardwright.compiler.passes.dims import infer_dims
+from shardwright.compiler.passes.dims import infer_dims, warn_of_lost_batch
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.lower_stages import lower_stages, verify_pipeline
 from shardwright.compiler.passes.print_program import print_program
@@ -98,6 +98,8 @@ def compile_graph(
     if config.inference_only:
         graph = manager.run(FunctionPass("inference", without_gradients), graph)
     planned: IRGraph = annotate(graph, manager)
+    if config.plan_ngpus > 1:
+        warn_of_lost_batch(planned)
     if plan is None:
         with manager.measure("policy"):
             plan = plan_of(policy(planned, config), policy_name)

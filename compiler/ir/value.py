@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import PurePath
 
 import torch
 
@@ -30,6 +32,20 @@ class SourceLocation:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
+
+    @property
+    def portable(self) -> str:
+        """The same wherever packages are installed: ``transformers/models/gpt2/modeling_gpt2.py:273``.
+
+        The path from the outermost package the file lies in, or its name if it lies in none.
+        """
+        path = PurePath(self.file)
+        parts = [path.name]
+        for folder in path.parents:
+            if not os.path.isfile(folder / "__init__.py"):
+                break
+            parts.insert(0, folder.name)
+        return f"{'/'.join(parts)}:{self.line}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

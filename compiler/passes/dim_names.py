@@ -6,18 +6,22 @@ Names are for people and for policies that ask for a role; a wrong or missing on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 
 from shardwright.compiler.ir.dims import ModelDims
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.value import IRValue, ValueKind
 
-_ATTENTION_DIMS = (
-    ("query", ("heads", "query_seq", "head_dim")),
-    ("key", ("kv_heads", "key_seq", "head_dim")),
-    ("value", ("kv_heads", "key_seq", "value_dim")),
-)
+_ATTENTION_DIMS = {
+    "scaled_dot_product_attention": (
+        ("query", ("heads", "query_seq", "head_dim")),
+        ("key", ("kv_heads", "key_seq", "head_dim")),
+        ("value", ("kv_heads", "key_seq", "value_dim")),
+    ),
+    "softmax": (("input", ("heads", "query_seq", "key_seq")),),  # attention written out
+}
 _FFN_WORDS = (
     "mlp",
     "ffn",
@@ -50,6 +54,8 @@ def name_classes(graph: IRGraph, dims: ModelDims) -> ModelDims:
         if value.ndim == 2 and not value.dtype.is_floating_point:
             give(dims.values[value.name][1], "seq")
     _name_by_operators(graph, dims, give)
+    _name_logits(graph, dims, give, names)
+    _name_fused_heads(graph, dims, names)
     _name_hidden(dims, names)
     for dim_class in dims.classes:
         names.setdefault(dim_class.index, _name_by_parameters(dim_class.parameters) or f"dim{dim_class.index}")
@@ -58,19 +64,50 @@ def name_classes(graph: IRGraph, dims: ModelDims) -> ModelDims:
 
 def _name_by_operators(graph: IRGraph, dims: ModelDims, give: Callable[[tuple[int, ...], str], None]) -> None:
     for op in graph.ops:
-        if op.target == "scaled_dot_product_attention":
-            for argument, words in _ATTENTION_DIMS:
-                value = op.arg(argument)
-                for indices, word in zip(dims.values[value.name][-3:], words, strict=False):
+        for argument, words in _ATTENTION_DIMS.get(op.target, ()):
+            value = op.arg(argument)
+            if value.ndim < 4:
+                continue
+            for indices, word in zip(dims.values[value.name][-3:], words, strict=True):
+                if word == "heads" and len(indices) == 2:  # several query heads share each head of key and value
+                    give(indices[:1], "kv_heads")
+                    give(indices[1:], "heads_per_kv")
+                else:
                     give(indices, word)
-        elif op.target == "embedding":
+        if op.target.startswith("conv"):
+            for indices in dims.values[op.arg("weight").name][2:]:
+                give(indices, "kernel")
+        if op.target == "embedding":
             weight = op.arg("weight")
-            if weight.kind is ValueKind.PARAMETER:
-                give(dims.values[weight.name][0], "vocab" if _is_data(op.arg("input"), graph) else "positions")
-        elif op.target == "cross_entropy":
+            if weight.kind is ValueKind.PARAMETER and not _is_data(op.arg("input"), graph):
+                give(dims.values[weight.name][0], "positions")
+            elif weight.kind is ValueKind.PARAMETER and weight.shape[0] >= weight.shape[1]:  # not a handful of token types
+                give(dims.values[weight.name][0], "vocab")
+
+
+def _name_logits(
+    graph: IRGraph, dims: ModelDims, give: Callable[[tuple[int, ...], str], None], names: Mapping[int, str]
+) -> None:
+    """What a loss chooses from: the vocabulary if it has the size of one that is looked up, or else classes."""
+    vocabularies = [dims.classes[index].size for index, name in names.items() if name == "vocab"]
+    for op in graph.ops:
+        if op.target == "cross_entropy" and op.arg("input").ndim > 1:
             logits = op.arg("input")
-            if logits.ndim > 1:
-                give(dims.values[logits.name][1], "classes")
+            give(dims.values[logits.name][1], "vocab" if logits.shape[1] in vocabularies else "classes")
+
+
+def _name_fused_heads(graph: IRGraph, dims: ModelDims, names: dict[int, str]) -> None:
+    """Query, key and value in one product: ``qkv x heads x head_dim``, or ``qkv_heads x head_dim`` of unequal parts."""
+    for value in graph.parameters:
+        for indices in dims.values[value.name]:
+            for outer, inner in pairwise(indices):
+                segments = dims.classes[outer].segments
+                if names.get(inner) == "heads" and segments == (3,):
+                    names.setdefault(outer, "qkv")
+                elif names.get(outer) == "heads":
+                    names.setdefault(inner, "head_dim")
+                elif names.get(inner) == "head_dim" and len(segments) == 3:
+                    names.setdefault(outer, "qkv_heads")
 
 
 def _is_data(value: IRValue, graph: IRGraph) -> bool:

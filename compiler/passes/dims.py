@@ -12,6 +12,7 @@ and consumers are written in the same atoms.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field, replace
 
 from shardwright.compiler.ir.dims import DimClass, ModelDims
@@ -174,6 +175,19 @@ def infer_dims(graph: IRGraph) -> IRGraph:
     dims = ModelDims(classes, factors, values, tuple(unifier.conflicts))
     refined = graph.with_ops(tuple(ops))
     return replace(refined, dims=name_classes(refined, dims))
+
+
+def warn_of_lost_batch(graph: IRGraph) -> None:
+    """Warn where every input has one row: dims of size 1 have no class, so no plan can split that batch."""
+    rows = [value.shape[0] for value in graph.inputs if value.ndim]
+    if rows and all(size == 1 for size in rows):
+        warnings.warn(
+            f"{graph.name} was traced with one row: no plan can split its batch\n"
+            f"  why:   the inputs have shapes {[tuple(value.shape) for value in graph.inputs]}, and dims of size 1 are told "
+            "apart by nothing\n"
+            "  try:   dummy arguments with a batch of at least 2",
+            stacklevel=2,
+        )
 
 
 def _tie_loop_ends(graph: IRGraph, unifier: Unifier, value_nodes: dict[str, list[list[Node]]]) -> None:

@@ -125,7 +125,7 @@ class PlanBuilder:
 
     def note(self, op: IROp, axis: str, reason: str) -> PlanBuilder:
         """Leave a word for ``inspect``."""
-        self._notes.append(Note(op.name, op.module_path, str(op.source or ""), axis, reason))
+        self._notes.append(Note(op.name, op.module_path, op.source.portable if op.source else "", axis, reason))
         return self
 
     def plan(self, policy: str = "custom") -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from html import escape
 
 from shardwright.compiler.schedule.simulate import Span, Timeline
@@ -46,29 +47,30 @@ def draw_text(timeline: Timeline, width: int | None = None) -> str:
 def _chars_per_second(timeline: Timeline, room: int | None) -> float:
     """The scale at which each action has room for its full name and a blank, or less if that needs more than ``room``.
 
-    The shortest action gets a whole number of characters where it can, so that equal actions look equal.
+    Where all times are multiples of the shortest, this gets a whole number of characters: equal actions look equal.
     """
-    spans = [span for spans in timeline.spans for span in spans if span.end_s > span.start_s]
-    full = max((len(str(span.action)) + 1) / (span.end_s - span.start_s) for span in spans)
+    named = [(span.end_s - span.start_s, str(span.action)) for spans in timeline.spans for span in spans]
+    full = max((len(name) + 1) / time_s for time_s, name in named if time_s > 0)
     if room is None or full * timeline.makespan_s <= room:
         return full
-    shortest_s = min(span.end_s - span.start_s for span in spans)
+    shortest_s = min(time_s for time_s, _ in named if time_s > 0)
     most = max(1, room) / timeline.makespan_s
-    return int(most * shortest_s) / shortest_s if most * shortest_s >= 1 else most
+    even = all(math.isclose(time_s / shortest_s, round(time_s / shortest_s)) for time_s, _ in named)
+    return int(most * shortest_s) / shortest_s if even and most * shortest_s >= 1 else most
 
 
 def _label(action: ScheduleAction, room: int) -> str:
-    """A name of ``action`` in exactly ``room`` characters, the last of them blank where there is one to spare."""
-    names = (str(action), f"{action.kind.value}{action.microbatch}", action.kind.value, "")
-    name = next(name for name in names if len(name) < room or len(name) <= min(room, 1))
-    return name.ljust(room, "-") if room < 2 else (name.ljust(room - 1, "-") + " ")
+    """The longest name of ``action`` that fits, in exactly ``room`` characters, the last of them blank where there are two."""
+    if room < 2:
+        return action.kind.value[:room]
+    names = (str(action), f"{action.kind.value}{action.microbatch}", action.kind.value)
+    return next(name for name in names if len(name) < room).ljust(room - 1, "-") + " "
 
 
 def draw_svg(timeline: Timeline, width: int = 1200) -> str:
     """A self-contained SVG picture, ``width`` pixels wide: a row per rank, coloured by kind of action.
 
-    A darker rim marks later stages of a rank; the number in a box is the microbatch, and pointing at it shows the action and
-    its time.
+    Later stages of a rank are paler; the number in a box is the microbatch, and pointing at it shows the action and its time.
     """
     scale = (width - _LEFT - 16) / timeline.makespan_s
     height = _TOP + _ROW * len(timeline.spans) + 44
@@ -95,19 +97,22 @@ def _svg_row(timeline: Timeline, rank: int, spans: tuple[Span, ...], scale: floa
     stages = timeline.schedule.stages_of(rank)
     for span in spans:
         action, x, box = span.action, _LEFT + span.start_s * scale, (span.end_s - span.start_s) * scale
-        colour = COLOURS[action.kind][0]
-        rim = 0.5 + 1.5 * stages.index(action.stage)
+        colour = _paler(COLOURS[action.kind][0], stages.index(action.stage) / len(stages))
         label = str(action.microbatch)
         text = (
             f'<text x="{x + box / 2:.2f}" y="{top + 16}" text-anchor="middle">{label}</text>' if box >= 7 * len(label) else ""
         )
         parts.append(
             f"<g><title>{action}: {span.start_s:g} to {span.end_s:g}</title>"
-            f'<rect x="{x:.2f}" y="{top}" width="{box:.2f}" height="{_BAR}" fill="{colour}"/>'
-            f'<path d="M{x:.2f} {top + _BAR - rim / 2}h{box:.2f}" stroke="#444444" stroke-width="{rim}"/>'
-            f'<path d="M{x:.2f} {top}v{_BAR}" stroke="#ffffff"/>{text}</g>'
+            f'<rect x="{x:.2f}" y="{top}" width="{box:.2f}" height="{_BAR}" fill="{colour}" stroke="#ffffff"/>{text}</g>'
         )
     return parts
+
+
+def _paler(colour: str, share: float) -> str:
+    """``colour`` (``#rrggbb``) with up to 70 % of white, for ``share`` from 0 to 1."""
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * 0.7 * share):02x}" for part in parts)
 
 
 def _svg_legend(timeline: Timeline, y: int) -> list[str]:

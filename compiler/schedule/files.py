@@ -128,7 +128,9 @@ def from_json(text: str, where: str = "schedule") -> Schedule:
         raise PlanError("the schedule is not JSON", where=at, why=error.msg) from error
     if not isinstance(data, dict) or sorted(data) != sorted(_FIELDS):
         got = ", ".join(sorted(data)) if isinstance(data, dict) else type(data).__name__
-        raise PlanError("the schedule has other fields than it should", where=where, why=f"has {got}", hint=f"write {_FIELDS}")
+        raise PlanError(
+            "the schedule has other fields than it should", where=where, why=f"has {got}", hint=f"write {', '.join(_FIELDS)}"
+        )
     if data["format"] != FORMAT:
         raise PlanError(f"a schedule in format {data['format']!r}", where=where, why=f"this version reads format {FORMAT}")
     _expect(isinstance(data["name"], str), "name", "a string", text, where)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardwright.compiler.schedule.dataflow import Dataflow
-from shardwright.compiler.schedule.memory import held_after
+from shardwright.compiler.schedule.memory import RELEASES, held_after
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.waits import Message, Transport, message_of, run_order, waits_of
 from shardwright.runtime.errors import PlanError
@@ -14,16 +14,13 @@ from shardwright.runtime.schedule import ActionKind, Payload, ScheduleAction
 MAX_LISTED = 8
 """How many missing actions an error names."""
 
-SAFE_TRANSPORTS = (Transport.BUFFERED, Transport.RENDEZVOUS)
-"""Those under which a schedule with receives posted ahead must run."""
-
 
 def validate(
     schedule: Schedule,
     dataflow: Dataflow | None = None,
     *,
     max_in_flight: int | None = None,
-    transports: Iterable[Transport] = SAFE_TRANSPORTS,
+    transport: Transport = Transport.RENDEZVOUS,
 ) -> None:
     """Check that ``schedule`` runs to its end.
 
@@ -32,7 +29,8 @@ def validate(
         dataflow: which stages feed which; each the next one if not given.
         max_in_flight: how many activations, counted in (stage, microbatch), any rank may hold between forward and the last
             gradient.
-        transports: with messages, the kinds of transport under which there must be no deadlock.
+        transport: with messages, how sends and receives wait for each other; what runs under one kind of transport runs under
+            those listed before it.
 
     Raises:
         PlanError: an action that is missing, there twice or on the wrong rank; a message without its other end, or overtaken
@@ -44,10 +42,7 @@ def validate(
     check_complete(schedule)
     if schedule.has_messages:
         check_messages(schedule, dataflow)
-        for transport in transports:
-            run_order(schedule, waits_of(schedule, dataflow, transport))
-    else:
-        run_order(schedule, waits_of(schedule, dataflow))
+    run_order(schedule, waits_of(schedule, dataflow, transport))
     if max_in_flight is not None:
         check_in_flight(schedule, max_in_flight)
 
@@ -82,6 +77,8 @@ def check_complete(schedule: Schedule) -> None:
             why=f"each of {schedule.num_stages} stages runs each of {schedule.num_microbatches} microbatches",
             hint="add them on the ranks of their stages; a backward is one B, or an I and a W",
         )
+    for rank in range(schedule.num_ranks):
+        _check_reductions(schedule, rank)
 
 
 def _check_sizes(schedule: Schedule) -> None:
@@ -96,7 +93,7 @@ def _check_sizes(schedule: Schedule) -> None:
 
 def _check_place(schedule: Schedule, action: ScheduleAction, rank: int, index: int) -> None:
     stages = (action.stage,) if action.peer is None else (action.stage, action.peer)
-    if max(stages) >= schedule.num_stages or action.microbatch >= schedule.num_microbatches:
+    if not all(0 <= s < schedule.num_stages for s in stages) or not 0 <= action.microbatch < schedule.num_microbatches:
         raise PlanError(
             f"{action} is out of range in schedule {schedule.name!r}",
             where=_where(rank, index),
@@ -109,6 +106,25 @@ def _check_place(schedule: Schedule, action: ScheduleAction, rank: int, index: i
             why=f"stage {action.stage} is on rank {schedule.placement[action.stage]}",
             hint="move the action to that rank, or change the placement",
         )
+
+
+def _check_reductions(schedule: Schedule, rank: int) -> None:
+    """Check that each stage of ``rank`` reduces at most once, named after the microbatch whose gradients come last."""
+    last = {action.stage: action.microbatch for action in schedule.actions[rank] if action.kind in RELEASES}
+    reduced: set[int] = set()
+    for index, action in enumerate(schedule.actions[rank]):
+        if action.kind is not ActionKind.REDUCE:
+            continue
+        if action.stage in reduced or last.get(action.stage) != action.microbatch:
+            raise PlanError(
+                f"{action} in schedule {schedule.name!r} does not follow the last gradients of stage {action.stage}",
+                where=_where(rank, index),
+                why="a stage reduces its gradients once, after the microbatch that is named, and that has to be the last one"
+                if schedule.trains
+                else "there is no backward",
+                hint="leave REDUCE out, and let communicate() add it",
+            )
+        reduced.add(action.stage)
 
 
 def _missing_backward(schedule: Schedule, seen: set[ScheduleAction], stage: int, microbatch: int) -> Iterable[ScheduleAction]:

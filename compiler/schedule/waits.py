@@ -31,7 +31,7 @@ Message = tuple[Payload, int, int, int]
 
 
 class Transport(Enum):
-    """How sends and receives wait for each other."""
+    """How sends and receives wait for each other, each kind more strictly than the one before."""
 
     BUFFERED = "buffered"
     """A SEND never waits, nor does a RECV; the action that uses a message waits for it. What our executor does."""

@@ -1,0 +1,86 @@
+"""Pictures of schedules."""
+
+import xml.etree.ElementTree as ET
+
+import pytest
+from schedules import schedules_of
+
+from shardwright.compiler.schedule.draw import draw_svg, draw_text
+from shardwright.compiler.schedule.generate import SCHEDULES, generate
+from shardwright.compiler.schedule.simulate import StageTimes, simulate
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_text_as_wide_as_it_needs() -> None:
+    assert draw_text(simulate(generate("1f1b", 3, 3))) == (
+        "rank 0 0F0 0F1 0F2 ················0B0---- ····0B1---- ····0B2----\n"
+        "rank 1 ····1F0 1F1 ········1B0---- 1F2 1B1---- ····1B2---- ········\n"
+        "rank 2 ········2F0 2B0---- 2F1 2B1---- 2F2 2B2---- ················\n"
+        "time 15, bubble 40.0% of it, most activations held: 3, 2, 1\n"
+    )
+
+
+def test_text_in_a_narrow_terminal() -> None:
+    assert draw_text(simulate(generate("zb_h1", 2, 3)), width=30) == (
+        "rank 0 F F ··I W F I W I W\nrank 1 ··F I F I W F I W W\ntime 10, bubble 10.0% of it, most activations held: 2, 2\n"
+    )
+
+
+def test_text_of_unequal_times() -> None:
+    """Ends are rounded to characters; what is too short for a name is still seen."""
+    times = [StageTimes(0.5, 1, 0.25), StageTimes(1, 1, 0.75)]
+    assert draw_text(simulate(generate("1f1b", 2, 2), times), width=31) == (
+        "rank 0 F F········0B0 ·····0B1\n"
+        "rank 1 ··F0 1B0-- F1 1B1-- ····\n"
+        "time 7.25, bubble 37.9% of it, most activations held: 2, 1\n"
+    )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("width", [12, 40, 77])
+def test_text_keeps_to_the_width_and_shows_waiting_as_dots(name: str, width: int) -> None:
+    for _, _, _, schedule in schedules_of(name, 4, 5, 2):
+        timeline = simulate(schedule)
+        *ranks, _ = draw_text(timeline, width).splitlines()
+        assert len(ranks) == schedule.num_ranks
+        assert all(len(line) <= width for line in ranks)
+        full = draw_text(timeline).splitlines()
+        for line, actions, busy_s in zip(full, schedule.actions, timeline.busy_s, strict=False):
+            assert all(str(action) in line for action in actions)
+            assert line.count("·") == (timeline.makespan_s - busy_s) * len("0F0 ")
+
+
+def test_svg_has_a_box_for_each_action_where_it_is_in_time() -> None:
+    timeline = simulate(generate("zb_v", 3, 6))
+    root = ET.fromstring(draw_svg(timeline, width=1000))
+    boxes = {group.find(f"{SVG}title").text: group.find(f"{SVG}rect") for group in root.iter(f"{SVG}g")}
+    spans = [span for row in timeline.spans for span in row]
+    assert boxes.keys() == {f"{span.action}: {span.start_s:g} to {span.end_s:g}" for span in spans}
+    scale = (1000 - 64 - 16) / timeline.makespan_s
+    for span in spans:
+        box = boxes[f"{span.action}: {span.start_s:g} to {span.end_s:g}"]
+        assert float(box.get("x")) == pytest.approx(64 + span.start_s * scale, abs=0.01)
+        assert float(box.get("width")) == pytest.approx((span.end_s - span.start_s) * scale, abs=0.01)
+    words = {text.text for text in root.iter(f"{SVG}text")}
+    assert {"rank 0", "rank 1", "rank 2", "forward", "input gradients", "weight gradients", "5"} <= words
+    assert "backward" not in words  # the legend names what is there
+
+
+def test_svg_needs_nothing_else_and_is_the_same_each_time() -> None:
+    picture = draw_svg(simulate(generate("1f1b_interleaved", 2, 4)))
+    assert picture == draw_svg(simulate(generate("1f1b_interleaved", 2, 4)))
+    assert picture.count("http") == 1 and 'xmlns="http://www.w3.org/2000/svg"' in picture
+    assert not any(word in picture for word in ("<script", "href", "url(", "<style"))
+
+
+def test_svg_colours_tell_the_stages_of_a_rank_apart() -> None:
+    root = ET.fromstring(draw_svg(simulate(generate("infer_pipe", 2, 2, 3))))
+    fills = [group.find(f"{SVG}rect").get("fill") for group in root.iter(f"{SVG}g")]
+    assert len(set(fills)) == 3
+
+
+def test_svg_escapes_names() -> None:
+    schedule = generate("1f1b", 1, 1)
+    named = simulate(type(schedule)(1, schedule.placement, schedule.actions, "a<b & c"))
+    assert ET.fromstring(draw_svg(named)).find(f"{SVG}title").text.startswith("a<b & c: 1 ranks")

@@ -1,0 +1,90 @@
+"""Timelines, by hand and by property."""
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedules import dependencies, random_dataflow, random_schedule, schedules_of
+
+from shardwright.compiler.schedule.communication import communicate
+from shardwright.compiler.schedule.dataflow import Dataflow
+from shardwright.compiler.schedule.generate import SCHEDULES, generate
+from shardwright.compiler.schedule.memory import peak_in_flight
+from shardwright.compiler.schedule.simulate import StageTimes, Timeline, simulate
+
+
+def rows(timeline: Timeline) -> list[str]:
+    return [" ".join(f"{span.action}@{span.start_s:g}-{span.end_s:g}" for span in spans) for spans in timeline.spans]
+
+
+def test_two_ranks_by_hand() -> None:
+    """Unequal stages; activations travel for 2, gradients for 1: 0F1 ends at 2, arrives at 4, but 1B0 runs until 10."""
+    times = [StageTimes(1, 2, 1), StageTimes(3, 2, 2)]
+    timeline = simulate(generate("1f1b", 2, 2), times, {(0, 1): 2, (1, 0): 1})
+    assert rows(timeline) == [
+        "0F0@0-1 0F1@1-2 0B0@11-14 0B1@18-21",
+        "1F0@3-6 1B0@6-10 1F1@10-13 1B1@13-17",
+    ]
+    assert (timeline.makespan_s, timeline.busy_s) == (21, (8, 14))
+    assert timeline.bubble_ratio == pytest.approx(20 / 42)
+    assert timeline.bubble_per_work == pytest.approx(20 / 22)
+    assert timeline.peak_in_flight == (2, 1)
+
+
+def test_split_backward_by_hand() -> None:
+    """The gradient leaves after 1I0; the weight gradient of rank 1 runs while it travels."""
+    timeline = simulate(generate("zb_h1", 2, 1), StageTimes(1, 2, 3), transfer_s=0.5)
+    assert rows(timeline) == ["0F0@0-1 0I0@5-7 0W0@7-10", "1F0@1.5-2.5 1I0@2.5-4.5 1W0@4.5-7.5"]
+
+
+def test_a_pair_of_stages_that_is_not_named_takes_no_time() -> None:
+    assert simulate(generate("infer_pipe", 2, 1), transfer_s={(1, 0): 9.0}).makespan_s == 2
+
+
+def test_stages_of_one_rank_hand_over_at_once() -> None:
+    assert simulate(generate("infer_pipe", 1, 1, 3), transfer_s=9.0).makespan_s == 3
+
+
+def test_skips_delay_only_those_who_use_them() -> None:
+    """Without a link from stage 1, stage 2 waits for stage 0 alone."""
+    timeline = simulate(
+        generate("infer_pipe", 3, 1), [StageTimes(1), StageTimes(5), StageTimes(1)], 0, Dataflow.of(3, {0: [1, 2]})
+    )
+    assert rows(timeline) == ["0F0@0-1", "1F0@1-6", "2F0@1-2"]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**32 - 1).map(Random))
+def test_actions_start_as_soon_as_they_can_and_not_before(rng: Random) -> None:
+    num_ranks = rng.randint(1, 4)
+    dataflow = random_dataflow(rng, num_ranks + rng.randint(0, 3))
+    schedule = random_schedule(rng, dataflow, num_ranks, rng.randint(1, 4))
+    times = [StageTimes(rng.randint(1, 4), rng.randint(1, 4), rng.randint(1, 4)) for _ in range(schedule.num_stages)]
+    transfer = rng.randint(0, 3)
+    timeline = simulate(schedule, times, transfer, dataflow)
+    spans = {span.action: span for row in timeline.spans for span in row}
+    needs = dependencies(schedule, dataflow)
+    for rank, row in enumerate(timeline.spans):
+        assert tuple(span.action for span in row) == schedule.actions[rank]
+        free_s = 0.0
+        for span in row:
+            there = [spans[need].end_s + transfer * (schedule.placement[need.stage] != rank) for need in needs[span.action]]
+            assert span.start_s == max([free_s, *there])
+            assert span.end_s - span.start_s == times[span.action.stage].of(span.action.kind)
+            free_s = span.end_s
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_messages_in_the_list_change_nothing(name: str) -> None:
+    for _, _, _, schedule in schedules_of(name, 3, 4, 2):
+        assert simulate(communicate(schedule)) == simulate(schedule)
+
+
+def test_in_flight_by_size_of_stage() -> None:
+    """Rank 0 holds two of stage 0 (10 each) and one of stage 2 (1) when 2B0 begins."""
+    schedule = generate("1f1b_interleaved", 2, 2)
+    assert str(schedule).splitlines()[0] == "rank 0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1"
+    assert peak_in_flight(schedule) == (4, 3)
+    assert peak_in_flight(schedule, [10, 5, 1, 2]) == (22, 12)
+    assert peak_in_flight(generate("infer_pipe", 2, 2)) == (0, 0)

@@ -21,6 +21,7 @@ from shardwright.compiler.passes.rules import attach_rules
 from shardwright.compiler.passes.verify_program import verify_program
 from shardwright.compiler.pipeline import CompileReport, FunctionPass, PassManager
 from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.check import check_names
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Declaration, Program
@@ -105,6 +106,7 @@ def compile_graph(
             plan = plan_of(policy(planned, config), policy_name)
     check_mesh(plan, config)
     plan = replace(plan, outputs={**_unneeded(graph, config), **plan.outputs})
+    check_names(planned, plan)
     if plan.recompute:
         planned = manager.run(FunctionPass("recompute", lambda g: mark_recompute(g, plan.recompute)), planned)
     program: Program | PipelineProgram

@@ -5,23 +5,22 @@ from __future__ import annotations
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.strategy import has_factor
-from shardwright.compiler.plan.builder import PlanBuilder
+from shardwright.compiler.plan.builder import PlanBuilder, bodies, classes_in
 from shardwright.policies.labels import label
 
 
 def split_dims(builder: PlanBuilder, axis: str, classes: set[int]) -> None:
     """Add the strategies of every operator along ``axis`` to the builder, the evaluation body included."""
     num_pieces = builder.mesh.axis_size(axis)
-    for graph in (builder.graph, builder.graph.eval_graph):
-        if graph is None:
-            continue
+    for graph in bodies(builder.graph):
+        own_classes = classes_in(graph, builder.graph, classes)
         splits = {}
         for op in graph.ops:
-            factor = _factor(op, graph, classes, num_pieces)
+            factor = _factor(op, graph, own_classes, num_pieces)
             if factor is not None:
                 splits[op.name] = f"split:{factor}"
             else:
-                _note_fallback(builder, op, graph, axis, classes)
+                _note_fallback(builder, op, graph, axis, own_classes)
         for name, strategy in (label(graph, splits, num_pieces) | splits).items():
             if strategy != "R":
                 builder.strategy(name, axis, strategy)

@@ -17,6 +17,7 @@ from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.localise import localise
 from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.strategy import layouts
+from shardwright.compiler.plan.check import check_strategies
 from shardwright.compiler.plan.conversion import AdapterStep, canonical, convert
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Instruction, Program
@@ -24,7 +25,8 @@ from shardwright.runtime.layout import Layout, Mesh
 
 
 def lower(graph: IRGraph, plan: Plan) -> Program:
-    """The program of ``graph`` under ``plan``; the plan has been checked against the graph."""
+    """The program of ``graph`` under ``plan``. Raises :class:`PlanError` for strategies that its operators do not have."""
+    check_strategies(graph, plan)
     graph = drop_outputs(graph, plan)
     lowering = _Lowering(graph, plan)
     program = lowering.run()

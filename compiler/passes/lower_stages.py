@@ -14,6 +14,7 @@ from shardwright.compiler.ops.strategy import layouts
 from shardwright.compiler.passes.lower import drop_outputs, lower
 from shardwright.compiler.passes.stages import split_stages
 from shardwright.compiler.passes.verify_program import verify_program
+from shardwright.compiler.plan.check import check_strategies
 from shardwright.compiler.plan.pipeline import Crossing, PipelineProgram, StageGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Program
@@ -29,6 +30,7 @@ def lower_stages(graph: IRGraph, plan: Plan) -> PipelineProgram:
     stages = split_stages(graph, plan)
     made: dict[str, Layout] = {}
     for stage in stages:
+        check_strategies(stage.graph, replace(plan, mesh=plan.stages[stage.index].mesh))
         for op in stage.graph.ops:
             assert op.rule is not None
             found = layouts(op.rule, plan.assignment(op.name), plan.stages[stage.index].mesh)[1]

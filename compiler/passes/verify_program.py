@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwright.compiler.ir.value import IRValue
-from shardwright.compiler.ops.strategy import allowed, layouts, strategies
+from shardwright.compiler.ops.strategy import allowed, layouts
 from shardwright.compiler.plan.conversion import AdapterStep, canonical
 from shardwright.compiler.plan.program import Adapt, Compute, Program
-from shardwright.runtime.errors import InternalError, PlanError
+from shardwright.runtime.errors import InternalError
 from shardwright.runtime.layout import Layout, Mesh
 
 # (kind, backward) -> the placement letters it may go between
@@ -35,34 +35,8 @@ TABLE = {
 }
 
 
-def check_strategies(program: Program) -> None:
-    """Every strategy in the plan is one its operator has; PlanError names the first that is not."""
-    by_name = {op.name: op for op in program.graph.ops}
-    if program.graph.eval_graph is not None:
-        by_name |= {op.name: op for op in program.graph.eval_graph.ops}
-    for name, assignment in program.plan.strategies.items():
-        op = by_name.get(name)
-        if op is None:
-            continue
-        assert op.rule is not None
-        for axis in assignment:
-            if axis not in program.plan.mesh.names:
-                raise PlanError(
-                    f"operator {name} is given a strategy on axis {axis!r}, which the mesh does not have",
-                    why=f"mesh {program.plan.mesh}",
-                )
-        if not allowed(op.rule, assignment, program.plan.mesh):
-            raise PlanError(
-                f"operator {name} ({op.target}) cannot follow {dict(assignment)}",
-                where=f"{op.source} ({op.module_path})",
-                why=f"its rule is {op.rule.annotation or op.rule.factors}",
-                hint=f"strategies along one axis: {', '.join(strategies(op.rule))}",
-            )
-
-
 def verify_program(program: Program) -> None:
     """Raise InternalError where the program breaks the invariant."""
-    check_strategies(program)
     mesh = program.plan.mesh
     held: dict[str, Layout] = {}
 
@@ -93,6 +67,8 @@ def verify_program(program: Program) -> None:
 def _check_compute(instruction: Compute, now, mesh: Mesh) -> None:  # type: ignore[no-untyped-def]
     op = instruction.original
     assert op.rule is not None
+    if not allowed(op.rule, instruction.assignment, mesh):
+        raise InternalError(f"{op.name} cannot follow {dict(instruction.assignment)}", where=str(op.source))
     operands, results = layouts(op.rule, instruction.assignment, mesh)
     for value, original, needed in zip(instruction.op.operands, op.operands, operands, strict=True):
         if now(value) != canonical(needed, mesh, differentiable=original.requires_grad):

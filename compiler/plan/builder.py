@@ -17,7 +17,8 @@ from dataclasses import dataclass, fields, replace
 from shardwright.compiler.ir.dims import DimClass
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
-from shardwright.compiler.ops.strategy import allowed, strategies
+from shardwright.compiler.ops.strategy import allowed
+from shardwright.compiler.plan.check import check_assignment, check_layout, ops_of, output_paths, suggestion
 from shardwright.compiler.plan.plan import Note, Plan
 from shardwright.runtime.errors import PlanError, did_you_mean
 from shardwright.runtime.layout import Layout, Mesh
@@ -44,14 +45,33 @@ class PlannableGraph(IRGraph):
         return PlanBuilder(self, mesh)
 
 
+def bodies(graph: IRGraph) -> tuple[IRGraph, ...]:
+    """The training body, and that of evaluation where there is one."""
+    return (graph,) if graph.eval_graph is None else (graph, graph.eval_graph)
+
+
+def classes_in(body: IRGraph, graph: IRGraph, indices: set[int]) -> set[int]:
+    """The dim classes of ``body`` that are the classes ``indices`` of ``graph``: those that inputs and weights have in the
+    same places.
+    """
+    if body is graph:
+        return indices
+    assert graph.dims is not None and body.dims is not None
+    here, there = graph.dims, body.dims
+    found = set()
+    for value in (*graph.inputs, *graph.parameters, *graph.buffers):
+        for mine, theirs in zip(here.values[value.name], there.values.get(value.name, ()), strict=False):
+            pairs = zip(mine, theirs, strict=False)
+            found |= {b for a, b in pairs if a in indices and here.classes[a].segments == there.classes[b].segments}
+    return found
+
+
 class PlanBuilder:
     """Collects decisions and checks each one at once; every verb returns the builder. Nothing changes the graph."""
 
     def __init__(self, graph: PlannableGraph, mesh: Mesh) -> None:
         self.graph, self.mesh = graph, mesh
-        self._ops = {op.name: op for op in graph.ops} | (
-            {op.name: op for op in graph.eval_graph.ops} if graph.eval_graph else {}
-        )
+        self._ops = ops_of(graph)
         self._strategies: dict[str, dict[str, str]] = {}
         self._stored: dict[str, Layout] = {}
         self._outputs: dict[str, Layout | str | None] = {}
@@ -61,15 +81,8 @@ class PlanBuilder:
         """Give an operator a strategy (``R``, ``G``, ``split:<factor>``, ``linear:<i>``) along an axis."""
         found = self._op(op)
         self._check_axis(axis)
-        assert found.rule is not None
         assignment = {**self._strategies.get(found.name, {}), axis: strategy}
-        if not allowed(found.rule, assignment, self.mesh):
-            raise PlanError(
-                f"operator {found.name} ({found.target}) has no strategy {strategy!r} over {self.mesh.axis_size(axis)} ranks",
-                where=f"{found.source} ({found.module_path})",
-                why=f"its rule is {found.rule.annotation}",
-                hint=f"one of {', '.join(strategies(found.rule))}",
-            )
+        check_assignment(found, assignment, self.mesh)
         self._strategies.setdefault(found.name, {})[axis] = strategy
         return self
 
@@ -89,37 +102,48 @@ class PlanBuilder:
 
     def split(self, dim: str | DimClass, axis: str, where: Callable[[IROp], bool] | None = None) -> PlanBuilder:
         """Split a dim of the model, by name or class, in every operator that has it and may split it."""
-        dims = self.graph.dims
-        assert dims is not None
         self._check_axis(axis)
-        classes = dims.named(dim) if isinstance(dim, str) else (dim,)
-        if not classes:
-            raise PlanError(f"the model has no dim {dim!r}", hint=did_you_mean(str(dim), tuple({c.name for c in dims.classes})))
-        indices = {c.index for c in classes}
-        for op in self._ops.values():
-            assert op.rule is not None
-            if where is not None and not where(op):
-                continue
-            for factor in op.rule.factors:
-                assignment = {**self._strategies.get(op.name, {}), axis: f"split:{factor.name}"}
-                if dims.factors.get((op.name, factor.name)) in indices and allowed(op.rule, assignment, self.mesh):
-                    self._strategies[op.name] = assignment
-                    break
+        found = False
+        for body in bodies(self.graph):
+            dims = body.dims
+            assert dims is not None
+            indices = {c.index for c in dims.named(dim)} if isinstance(dim, str) else classes_in(body, self.graph, {dim.index})
+            found = found or bool(indices)
+            for op in body.ops:
+                if where is None or where(op):
+                    factors = [factor for (name, factor), index in dims.factors.items() if name == op.name and index in indices]
+                    self._split_op(op, factors, axis)
+        if not found:
+            names = {c.name for body in bodies(self.graph) if body.dims for c in body.dims.classes}
+            raise PlanError(f"the model has no dim {str(dim)!r}", hint=suggestion(str(dim), sorted(names)))
         return self
+
+    def _split_op(self, op: IROp, factors: list[str], axis: str) -> None:
+        """Split the first of the factors that can be."""
+        assert op.rule is not None
+        for factor in factors:
+            assignment = {**self._strategies.get(op.name, {}), axis: f"split:{factor}"}
+            if allowed(op.rule, assignment, self.mesh):
+                self._strategies[op.name] = assignment
+                return
 
     def store(self, fqn: str, layout: Layout | str) -> PlanBuilder:
         """Say how a parameter or buffer is held, e.g. ``"[50257/tp, 768]"``."""
         layout = Layout.parse(layout) if isinstance(layout, str) else layout
-        values = {v.fqn: v for v in (*self.graph.parameters, *self.graph.buffers)}
+        values = {v.fqn: v for v in (*self.graph.parameters, *self.graph.buffers) if v.fqn}
         if fqn not in values:
-            raise PlanError(f"the model has no parameter {fqn!r}", hint=did_you_mean(fqn, tuple(f for f in values if f)))
-        if layout.shape != values[fqn].shape:
-            raise PlanError(f"layout {layout} does not fit {fqn}", why=f"its shape is {values[fqn].shape}")
+            raise PlanError(f"the model has no parameter or buffer {fqn!r}", hint=suggestion(fqn, values))
+        check_layout(fqn, layout, values[fqn], self.mesh)
         self._stored[fqn] = layout
         return self
 
     def output(self, path: str, wish: Layout | str | None) -> PlanBuilder:
         """``"whole"`` (the default), ``"sharded"``, a layout, or ``None``: the output is not needed."""
+        paths = output_paths(self.graph)
+        if path not in paths:
+            raise PlanError(f"the model has no output {path!r}", hint=suggestion(path, paths))
+        if not (wish is None or wish in ("whole", "sharded") or isinstance(wish, Layout)):
+            raise PlanError(f"output {path!r} cannot be {wish!r}", hint="'whole', 'sharded', a Layout, or None to drop it")
         self._outputs[path] = wish
         return self
 
@@ -138,7 +162,7 @@ class PlanBuilder:
     def _op(self, op: str | IROp) -> IROp:
         name = op if isinstance(op, str) else op.name
         if name not in self._ops:
-            raise PlanError(f"the graph has no operator {name!r}", hint=did_you_mean(name, tuple(self._ops)))
+            raise PlanError(f"the graph has no operator {name!r}", hint=suggestion(name, self._ops))
         return self._ops[name]
 
     def _check_axis(self, axis: str) -> None:

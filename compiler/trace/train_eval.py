@@ -28,7 +28,7 @@ def merge(train: IRGraph, eval_: IRGraph) -> IRGraph:
     try:
         return _Merge(train, eval_).result()
     except _Different:
-        return replace(train, eval_graph=_with_own_constants(train, eval_))
+        return replace(train, eval_graph=_with_own_names(train, eval_))
 
 
 class _Merge:
@@ -138,26 +138,38 @@ def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
 
 
-def _with_own_constants(train: IRGraph, eval_: IRGraph) -> IRGraph:
-    """``eval_`` with constants renamed that have a name, but not the values, of a constant of ``train``."""
+def _with_own_names(train: IRGraph, eval_: IRGraph) -> IRGraph:
+    """``eval_`` with operators renamed that have the name of one of ``train``, so that a plan can speak of both; and
+    constants that have a name, but not the values, of a constant of ``train``.
+    """
     known = {value.name: tensor for value, tensor in train.constants}
+    op_names = {op.name for op in (*train.ops, *eval_.ops)}
     renamed: dict[str, IRValue] = {}
     for value, tensor in eval_.constants:
         if value.name in known and not _same_tensor(known[value.name], tensor):
             renamed[value.name] = replace(value, name=f"{value.name}_eval")
-    if not renamed:
-        return eval_
 
     def new(arg: Arg) -> Arg:
         return renamed.get(arg.name, arg) if isinstance(arg, IRValue) else arg
 
+    taken = {op.name for op in train.ops}
     return replace(
         eval_,
-        ops=tuple(op.map_args(new) for op in eval_.ops),
+        ops=tuple(
+            replace(op.map_args(new), name=_unused(f"{op.name}_eval", op_names) if op.name in taken else op.name)
+            for op in eval_.ops
+        ),
         constants=tuple((new(value), tensor) for value, tensor in eval_.constants),
         buffer_updates=tuple((before, new(after)) for before, after in eval_.buffer_updates),
         output=_map_tree(eval_.output, new),
     )
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
 
 
 def _map_tree(tree: Tree, function: Any) -> Tree:

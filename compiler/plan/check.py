@@ -1,0 +1,103 @@
+"""Refuse a plan that does not fit its graph, in words: one that was edited by hand, or made for another model."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.ops.strategy import Assignment, allowed, strategies
+from shardwright.compiler.plan.plan import Plan
+from shardwright.runtime.errors import PlanError, did_you_mean
+from shardwright.runtime.layout import Layout, Mesh
+
+
+def check_names(graph: IRGraph, plan: Plan) -> None:
+    """Raise :class:`PlanError` if the plan speaks of operators, tensors, inputs or outputs that the graph does not have."""
+    tensors = {value.fqn: value for value in (*graph.parameters, *graph.buffers) if value.fqn}
+    inputs = {value.name: value for value in graph.inputs}
+    _check_known("operator", plan.strategies, ops_of(graph))
+    _check_known("parameter or buffer", plan.stored, tensors)
+    _check_known("input", plan.inputs, inputs)
+    _check_known("output", plan.outputs, output_paths(graph))
+    if plan.stages:
+        return  # their layouts are of the meshes of the stages
+    for fqn, layout in plan.stored.items():
+        check_layout(fqn, layout, tensors[fqn], plan.mesh)
+    for name, layout in plan.inputs.items():
+        check_layout(name, layout, inputs[name], plan.mesh)
+
+
+def check_strategies(graph: IRGraph, plan: Plan) -> None:
+    """Raise :class:`PlanError` for the first operator of the graph that is given a strategy it does not have."""
+    for op in ops_of(graph).values():
+        assignment = plan.assignment(op.name)
+        unknown = [axis for axis in assignment if axis not in plan.mesh.names]
+        if unknown:
+            raise PlanError(
+                f"operator {op.name} is given a strategy on axis {unknown[0]!r}, which the mesh does not have",
+                why=f"mesh {plan.mesh}",
+                hint=did_you_mean(unknown[0], plan.mesh.names),
+            )
+        check_assignment(op, assignment, plan.mesh)
+
+
+def check_assignment(op: IROp, assignment: Assignment, mesh: Mesh) -> None:
+    """Raise :class:`PlanError` if an operator cannot follow its strategies, each or all together."""
+    assert op.rule is not None
+    if allowed(op.rule, assignment, mesh):
+        return
+    told = ", ".join(f"{strategy!r} over {axis}={mesh.axis_size(axis)}" for axis, strategy in assignment.items())
+    raise PlanError(
+        f"operator {op.name} ({op.target}) cannot follow {told}",
+        where=f"{op.source} ({op.module_path or 'top-level forward'})",
+        why=f"its rule is {op.rule.annotation!r}" if op.rule.annotation else "it has no rule",
+        hint=f"strategies along one axis: {', '.join(strategies(op.rule))}",
+    )
+
+
+def check_layout(name: str, layout: Layout, value: IRValue, mesh: Mesh) -> None:
+    """Raise :class:`PlanError` if a tensor cannot be held so."""
+    if layout.shape != value.shape:
+        raise PlanError(f"layout {layout} does not fit {name}", why=f"its shape is {list(value.shape)}")
+    axes = (*layout.cut_axes, *layout.partial, *layout.grad_partial)
+    unknown = [axis for axis in axes if axis not in mesh.names]
+    if unknown:
+        raise PlanError(
+            f"layout {layout} of {name} has axis {unknown[0]!r}, which the mesh does not have",
+            why=f"mesh {mesh}",
+            hint=did_you_mean(unknown[0], mesh.names),
+        )
+    if layout.partial:
+        raise PlanError(
+            f"{name} cannot be held as {layout}",
+            why="what a user gives or loads is whole or cut, never a summand (P)",
+            hint="leave out P: a copy on every rank, or with G one whose gradients are summed",
+        )
+
+
+def ops_of(graph: IRGraph) -> dict[str, IROp]:
+    """The operators by name, those of the evaluation body included."""
+    return {op.name: op for body in (graph, graph.eval_graph) if body is not None for op in body.ops}
+
+
+def output_paths(graph: IRGraph) -> tuple[str, ...]:
+    """The paths of the tensors that the module returns; a lone tensor has the path ``""``."""
+    bodies = [graph, *([graph.eval_graph] if graph.eval_graph is not None else [])]
+    return tuple({path: None for body in bodies for path, value in body.output.leaves() if isinstance(value, IRValue)})
+
+
+def _check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
+    known = tuple(known)
+    for name in names:
+        if name not in known:
+            raise PlanError(f"the model has no {what} {name!r}", hint=suggestion(name, known))
+
+
+def suggestion(name: str, known: Iterable[str]) -> str | None:
+    """A hint for a name that is not among ``known``: the closest one, or all where they are few."""
+    known = tuple(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    return did_you_mean(name, known) if close or 0 < len(known) <= 20 else None

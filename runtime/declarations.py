@@ -17,7 +17,8 @@ class Declaration:
     """One tensor. ``name`` is its FQN in the user's model, or for a constant the name generated code gave it.
 
     ``aliases``: the other FQNs of a tied parameter or shared buffer. ``persistent``: saved in the state dict (a constant
-    never is). ``requires_grad``: whether the parameter is trained; the plan relies on it.
+    never is). ``requires_grad``: whether the parameter is trained; the plan relies on it. ``stage``: of a pipeline, the stage
+    whose mesh the layout refers to.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Declaration:
     aliases: tuple[str, ...] = ()
     persistent: bool = True
     requires_grad: bool = False
+    stage: int | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -46,6 +48,7 @@ class Declaration:
             "aliases": list(self.aliases),
             "persistent": self.persistent,
             "requires_grad": self.requires_grad,
+            **({} if self.stage is None else {"stage": self.stage}),
         }
 
     @classmethod
@@ -58,4 +61,5 @@ class Declaration:
             tuple(data["aliases"]),
             data["persistent"],
             data["requires_grad"],
+            data.get("stage"),
         )

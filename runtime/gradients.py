@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from shardwright.runtime.bucket import GradientSum
 from shardwright.runtime.checksum import differing
+from shardwright.runtime.communicator import Communicator
+from shardwright.runtime.compiled import CompiledModule
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, UsageError
 from shardwright.runtime.gradnorm import counts_here
 from shardwright.runtime.groups import RankMesh
 from shardwright.runtime.layout import Layout, Mesh
-from shardwright.runtime.module import ParallelModule
 from shardwright.runtime.reducer import Reducer
 from shardwright.runtime.world import current_world
 
@@ -26,7 +27,8 @@ class TrainedModel:
     ``parallel_modules``: the compiled parts. ``ranks``: this rank's place in the units. ``sums``: over which ranks each
     gradient is summed. ``counted``: the parameters that this rank counts where elements are counted once.
 
-    The gradient of a compiled parameter is summed over the axes on which its layout is gradient-partial, and over the units.
+    The gradient of a compiled parameter is summed over the axes on which its layout is gradient-partial, over the pipeline
+    stages that hold it, and over the units.
     Ordinary parts run alike on all ranks of a unit, so their gradients are summed over the units only.
 
     How gradients are reduced is what the compiled parts were compiled with, or what ``config`` says where there are none.
@@ -37,7 +39,7 @@ class TrainedModel:
 
     def __init__(self, module: nn.Module, config: ComputeConfig | None) -> None:
         self.world = current_world()
-        self.parallel_modules = [part for part in module.modules() if isinstance(part, ParallelModule)]
+        self.parallel_modules = [part for part in module.modules() if isinstance(part, CompiledModule)]
         self.ranks = self._unit(config)
         self._config = self._agreed(config)
         self.sums: list[GradientSum] = []
@@ -45,18 +47,25 @@ class TrainedModel:
         self._cut: list[tuple[str, nn.Parameter, Layout]] = []
         self._ordinary: dict[str, Tensor] = {}
         self._compiled: dict[str, Tensor] = {}
+        self._shared: list[tuple[str, Tensor, Communicator]] = []
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         compiled = {id(parameter) for part in self.parallel_modules for parameter in part.parameters()}
         # Ordinary parts come first, so that their buckets are the last: backward reaches them before and after the compiled
         # ones, and a bucket that completes late must not hold up others.
         for name, parameter in module.named_parameters():
             if id(parameter) not in compiled and parameter.requires_grad:
-                self._add(name, parameter, Layout.whole(tuple(parameter.shape)), self.ranks)
+                layout = Layout.whole(tuple(parameter.shape))
+                self._add(name, parameter, layout, self.ranks, self.ranks.units.communicator, counts_here(layout, self.ranks))
                 self._ordinary[name] = parameter
         for part in self.parallel_modules:
+            groups = part.gradient_groups()
             for declaration, parameter in part.trained_parameters():
-                self._add(names[id(parameter)], parameter, declaration.layout, part.ranks)
-                self._compiled[names[id(parameter)]] = parameter
+                name, group = names[id(parameter)], groups[declaration.name]
+                is_counted = part.is_counted(declaration)
+                self._add(name, parameter, declaration.layout, part.ranks_of(declaration), group, is_counted)
+                self._compiled[name] = parameter
+                if declaration.name in part.shared:
+                    self._shared.append((name, parameter, group))
 
     def cut_parameters(self) -> Iterator[tuple[str, nn.Parameter, Layout]]:
         """The parameters of which this rank holds a piece only."""
@@ -64,12 +73,14 @@ class TrainedModel:
 
     def check_copies(self) -> None:
         """Compare, by checksums, the trained parameters of which several ranks hold copies that nothing else keeps equal:
-        ordinary ones on all ranks, compiled ones between units. Collective.
+        ordinary ones on all ranks, compiled ones between units and between the pipeline stages that share them. Collective.
 
         Raises :class:`UsageError` naming the parameter and the ranks: trained on, the copies would stay different.
         """
         units = self.ranks.units.communicator
-        mine = differing(self._ordinary, self.world.everyone) or differing(self._compiled, units)
+        differences = [differing(self._ordinary, self.world.everyone), differing(self._compiled, units)]
+        differences += [differing({name: parameter}, group) for name, parameter, group in self._shared]
+        mine = next((found for found in differences if found is not None), None)
         for found in self.world.all_gather_object(mine):  # ranks outside the group that differs must not go on alone
             if found is not None:
                 name, alike = found
@@ -102,14 +113,17 @@ class TrainedModel:
         )
         for item in self.sums:
             setattr(item.parameter, _REDUCER, reducer)
+        for part in self.parallel_modules:
+            part.reducer = reducer
         return reducer
 
-    def _add(self, name: str, parameter: nn.Parameter, layout: Layout, ranks: RankMesh) -> None:
+    def _add(
+        self, name: str, parameter: nn.Parameter, layout: Layout, ranks: RankMesh, group: Communicator, is_counted: bool
+    ) -> None:
         # The first pieces of a cut are the largest.
         largest = prod(layout.local_shape(ranks.mesh, dict.fromkeys(ranks.mesh.names, 0)))
-        group = ranks.group(layout.grad_partial, across_units=True)
         self.sums.append(GradientSum(name, parameter, group, largest))
-        if counts_here(layout, ranks):
+        if is_counted:
             self.counted.append(parameter)
         if any(ranks.mesh.axis_size(axis) > 1 for axis in layout.cut_axes):
             self._cut.append((name, parameter, layout))

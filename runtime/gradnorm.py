@@ -15,7 +15,7 @@ from shardwright.runtime.layout import Layout
 def counts_here(layout: Layout, ranks: RankMesh) -> bool:
     """Whether this rank counts its piece of a tensor: it is the first of those that hold the same piece."""
     cut = layout.cut_axes
-    return ranks.unit == 0 and all(index == 0 for axis, index in ranks.coords.items() if axis not in cut)
+    return ranks.is_member and ranks.unit == 0 and all(index == 0 for axis, index in ranks.coords.items() if axis not in cut)
 
 
 def global_norm(counted: Iterable[nn.Parameter], everyone: Communicator, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -29,7 +29,7 @@ any path. Constants of the trace are read by the name they are declared with, ``
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,25 +38,26 @@ from torch import Tensor, nn
 
 from shardwright.runtime.checksum import differing
 from shardwright.runtime.communicator import Communicator
-from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.compiled import CompiledModule
 from shardwright.runtime.declarations import Declaration
-from shardwright.runtime.errors import CheckpointError, DistributedError, InputError
+from shardwright.runtime.end2end import ScaleFunction, arguments_of, infer_step, train_step
+from shardwright.runtime.errors import CheckpointError, DistributedError, InputError, UsageError
+from shardwright.runtime.gradnorm import counts_here
 from shardwright.runtime.groups import AxisGroup, RankMesh
 from shardwright.runtime.inputs import InputTable
-from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.layout import Coords, Layout, Mesh
 from shardwright.runtime.ops.random import RngMode, RngState
-from shardwright.runtime.scope import Place, Scope, place
+from shardwright.runtime.scope import Place, place
 from shardwright.runtime.weights import WeightFiles
-from shardwright.runtime.world import current_world
+from shardwright.runtime.world import World, current_world
 
 
-class ParallelModule(Scope):
+class ParallelModule(CompiledModule):
     """One rank's part of a compiled module. Otherwise an ordinary ``nn.Module`` with the original names.
 
     ``mesh``, ``rank``, ``inputs``, ``seed`` and ``rng_mode`` are set by the generated class: the mesh of a unit, the plan
     rank the file is for, the leaves of the arguments (see :mod:`shardwright.runtime.inputs`), and how random numbers are
-    drawn. ``compute_config``: what it was compiled with, set by the loader. ``ranks``: the groups of this rank. ``rng``:
-    seed, step and microbatch of its random numbers.
+    drawn. With ``end2end`` the module is called by :meth:`train_step` and :meth:`infer_step` only.
 
     Constructing one is collective: all ranks of the world do it, in the same order. With ``init_params`` the tensors get
     the values the model was compiled with. Without, parameters and persistent buffers are uninitialised and wait for
@@ -67,36 +68,26 @@ class ParallelModule(Scope):
     values are missing.
     """
 
-    mesh: ClassVar[Mesh]
     rank: ClassVar[int]
     inputs: ClassVar[Mapping[str, Any]]
     seed: ClassVar[int] = 0
     rng_mode: ClassVar[RngMode] = "fast"
-    compute_config: ClassVar[ComputeConfig | None] = None
+    end2end: ClassVar[bool] = False
 
-    ranks: RankMesh
-    rng: RngState
     _declarations: dict[str, Declaration]
     _places: dict[str, tuple[Place, ...]]
     _trained: list[tuple[dict[str, nn.Parameter | None], str, bool]]
     _input_table: InputTable
     _inputs_compared: bool
+    _in_step: bool = False
     _unit: Communicator
     _device: torch.device
 
     def __init__(self, init_params: bool = True) -> None:
         super().__init__()
         world = current_world()
-        ranks = RankMesh(self.mesh, world)
-        if ranks.rank != self.rank:
-            raise DistributedError(
-                f"{type(self).__name__} is the part of plan rank {self.rank}, but this is rank {world.rank}",
-                why=f"in units of {self.mesh.size} that is plan rank {ranks.rank}",
-                hint="let shardwright.parallelize or load_class choose the file of this rank",
-            )
-        self.ranks = ranks
-        self.rng = RngState(self.seed, self.rng_mode, self.mesh, ranks.coords, ranks.unit)
-        self._unit = ranks.group(self.mesh.names)
+        self._make_groups(world)
+        self.rng = RngState(self.seed, self.rng_mode, self.mesh, self.ranks.coords, self.ranks.unit)
         self._device = world.device
         self._input_table = InputTable(type(self).__name__, self.inputs)
         self._inputs_compared = False
@@ -105,6 +96,16 @@ class ParallelModule(Scope):
         self._trained = []
         self.declare()
         self._make_tensors(init_params)
+
+    def _make_groups(self, world: World) -> None:
+        self.ranks = RankMesh(self.mesh, world)
+        if self.ranks.rank != self.rank:
+            raise DistributedError(
+                f"{type(self).__name__} is the part of plan rank {self.rank}, but this is rank {world.rank}",
+                why=f"in units of {self.mesh.size} that is plan rank {self.ranks.rank}",
+                hint="let shardwright.parallelize or load_class choose the file of this rank",
+            )
+        self._unit = self.ranks.group(self.mesh.names)
 
     # What a generated ``declare`` calls
 
@@ -116,20 +117,37 @@ class ParallelModule(Scope):
         raise NotImplementedError(f"{type(self).__name__} is no generated class: it does not declare its tensors")
 
     def parameter(
-        self, name: str, layout: str, dtype: torch.dtype, *, aliases: tuple[str, ...] = (), requires_grad: bool = True
+        self,
+        name: str,
+        layout: str,
+        dtype: torch.dtype,
+        *,
+        aliases: tuple[str, ...] = (),
+        requires_grad: bool = True,
+        stage: int | None = None,
     ) -> None:
-        """Declare a parameter by FQN. ``aliases``: its other FQNs if it is tied. ``layout`` is the text of a layout."""
-        self._declare(Declaration(name, "parameter", Layout.parse(layout), dtype, aliases, requires_grad=requires_grad))
+        """Declare a parameter by FQN. ``aliases``: its other FQNs if it is tied. ``layout`` is the text of a layout, on the
+        mesh of ``stage`` in a pipeline (the first one that this rank runs, if several hold it).
+        """
+        parsed = Layout.parse(layout)
+        self._declare(Declaration(name, "parameter", parsed, dtype, aliases, requires_grad=requires_grad, stage=stage))
 
     def buffer(
-        self, name: str, layout: str, dtype: torch.dtype, *, aliases: tuple[str, ...] = (), persistent: bool = True
+        self,
+        name: str,
+        layout: str,
+        dtype: torch.dtype,
+        *,
+        aliases: tuple[str, ...] = (),
+        persistent: bool = True,
+        stage: int | None = None,
     ) -> None:
         """Declare a buffer by FQN."""
-        self._declare(Declaration(name, "buffer", Layout.parse(layout), dtype, aliases, persistent))
+        self._declare(Declaration(name, "buffer", Layout.parse(layout), dtype, aliases, persistent, stage=stage))
 
-    def constant(self, name: str, layout: str, dtype: torch.dtype) -> None:
+    def constant(self, name: str, layout: str, dtype: torch.dtype, *, stage: int | None = None) -> None:
         """Declare a tensor that the traced code captured. ``name`` is an identifier that no module of the model has."""
-        self._declare(Declaration(name, "constant", Layout.parse(layout), dtype, persistent=False))
+        self._declare(Declaration(name, "constant", Layout.parse(layout), dtype, persistent=False, stage=stage))
 
     def _declare(self, declaration: Declaration) -> None:
         assert declaration.name not in self._declarations, f"{declaration.name} is declared twice"
@@ -139,9 +157,9 @@ class ParallelModule(Scope):
         with WeightFiles(generated_directory(type(self))) as files:
             for declaration in self._declarations.values():
                 if init_params or not declaration.is_initial_weight:
-                    value = files.read(declaration, self.mesh, self.ranks.coords).to(self._device)
+                    value = files.read(declaration, *self._place_of(declaration)).to(self._device)
                 else:
-                    shape = declaration.layout.local_shape(self.mesh, self.ranks.coords)
+                    shape = declaration.layout.local_shape(*self._place_of(declaration))
                     value = torch.empty(shape, dtype=declaration.dtype, device=self._device)
                 tensor = nn.Parameter(value, declaration.requires_grad) if declaration.kind == "parameter" else value
                 self._put(declaration.name, declaration, tensor)
@@ -153,6 +171,10 @@ class ParallelModule(Scope):
             for alias in declaration.aliases:
                 self._put(alias, declaration, self.weights(declaration.name))
 
+    def _place_of(self, declaration: Declaration) -> tuple[Mesh, Coords]:
+        ranks = self.ranks_of(declaration)
+        return ranks.mesh, ranks.coords
+
     def _put(self, fqn: str, declaration: Declaration, tensor: Tensor) -> None:
         where = place(self, fqn)
         if isinstance(tensor, nn.Parameter):
@@ -160,6 +182,44 @@ class ParallelModule(Scope):
         else:
             where.put_buffer(tensor, persistent=declaration.persistent)
         self._places[declaration.name] = (*self._places.get(declaration.name, ()), where)
+
+    # Steps of end-to-end modules
+
+    def train_step(
+        self, samples: Sequence[Any], is_dummy_batch: Sequence[bool] | None = None, scale_fn: ScaleFunction | None = None
+    ) -> list[Any]:
+        """Clear the gradients, add up those of all samples, and sum them over the ranks. Collective.
+
+        Returns the detached result for each sample, with the loss unscaled. ``is_dummy_batch``: which samples are computed
+        without adding gradients; the same on all ranks. ``scale_fn`` makes of each loss what is differentiated.
+
+        Raises :class:`InputError` for samples that the module was not compiled for, or if the loss is no scalar, and
+        :class:`UsageError` if the module was not compiled end to end.
+        """
+        self._check_end2end("train_step")
+        return train_step(self, self._call_in_step, samples, is_dummy_batch, scale_fn)
+
+    def infer_step(self, samples: Sequence[Any]) -> list[Any]:
+        """The result for each sample, without gradients; the module is in training or evaluation mode as it was set.
+
+        Raises as :meth:`train_step` does.
+        """
+        self._check_end2end("infer_step")
+        return infer_step(self, self._call_in_step, samples)
+
+    def _check_end2end(self, method: str) -> None:
+        if not self.end2end:
+            raise UsageError(
+                f"{type(self).__name__} has no {method}: it was not compiled end to end",
+                hint="call it like an ordinary module, or compile with ComputeConfig(use_end2end=True)",
+            )
+
+    def _call_in_step(self, sample: Any) -> Any:
+        self._in_step = True
+        try:
+            return self(**arguments_of(sample, self.inputs))
+        finally:
+            self._in_step = False
 
     # What a generated ``forward`` calls
 
@@ -185,6 +245,12 @@ class ParallelModule(Scope):
 
         Raises :class:`InputError`.
         """
+        if self.end2end and not self._in_step:
+            raise UsageError(
+                f"{type(self).__name__} was compiled end to end and is not called directly",
+                why="it accumulates gradients over samples, and its schedule was made for whole steps",
+                hint="call train_step(samples) or infer_step(samples), or compile with use_end2end=False",
+            )
         tensors = self._input_table.check(given, absent or {})
         if torch.is_grad_enabled():
             self._check_requires_grad()
@@ -263,6 +329,21 @@ class ParallelModule(Scope):
                 assert isinstance(parameter, nn.Parameter)
                 yield declaration, parameter
 
+    def ranks_of(self, declaration: Declaration) -> RankMesh:
+        """The mesh that the layout of a tensor refers to, and where on it this rank is."""
+        return self.ranks
+
+    def gradient_groups(self) -> dict[str, Communicator]:
+        """See :meth:`CompiledModule.gradient_groups`."""
+        return {
+            declaration.name: self.ranks.group(declaration.layout.grad_partial, across_units=True)
+            for declaration, _ in self.trained_parameters()
+        }
+
+    def is_counted(self, declaration: Declaration) -> bool:
+        """See :meth:`CompiledModule.is_counted`."""
+        return counts_here(declaration.layout, self.ranks_of(declaration))
+
     def get_extra_state(self) -> dict[str, Any]:
         """What a state dict of this rank holds besides tensors, as JSON values: layouts, coordinates, random numbers."""
         saved = [declaration for declaration in self._declarations.values() if declaration.is_initial_weight]
@@ -301,7 +382,7 @@ class ParallelModule(Scope):
         key = f"{prefix}_extra_state"
         if key not in state_dict:
             saved = (d for d in self._declarations.values() if d.is_initial_weight)
-            cut = next((d for d in saved if d.layout.local_shape(self.mesh, self.ranks.coords) != d.layout.shape), None)
+            cut = next((d for d in saved if d.layout.local_shape(*self._place_of(d)) != d.layout.shape), None)
             if cut is not None:
                 raise CheckpointError(
                     f"the state dict has no layouts for {type(self).__name__}",
@@ -328,7 +409,9 @@ class ParallelModule(Scope):
         return f"mesh {self.mesh}; {place_in_unit}; unit {self.ranks.unit} of {self.ranks.num_units}"
 
 
-RESERVED_NAMES = frozenset({*dir(ParallelModule), *vars(nn.Module()), *ParallelModule.__annotations__})
+RESERVED_NAMES = frozenset(
+    {*dir(ParallelModule), *vars(nn.Module()), *ParallelModule.__annotations__, *CompiledModule.__annotations__}
+)
 """Names that mean something else on a ``ParallelModule``: children of that name are read with ``weights()``."""
 
 

@@ -71,10 +71,13 @@ class World(ABC):
         return Communicator(self._transports.get(key), key, key.index(self.rank), name, self.counters)
 
     def partition(self, groups: Sequence[Sequence[int]], name: str) -> Communicator:
-        """Make all ``groups``, of which every rank is in exactly one, and return this rank's. Collective, see :meth:`group`."""
+        """Make all ``groups``, of which every rank is in at most one, and return this rank's, or else one of it alone.
+
+        Collective, see :meth:`group`.
+        """
         mine = [communicator for ranks in groups if (communicator := self.group(ranks, name)) is not None]
-        assert len(mine) == 1, f"rank {self.rank} is in {len(mine)} of the groups {groups}"
-        return mine[0]
+        assert len(mine) <= 1, f"rank {self.rank} is in {len(mine)} of the groups {groups}"
+        return mine[0] if mine else Communicator(None, (self.rank,), 0, name, self.counters)
 
     @property
     def everyone(self) -> Communicator:

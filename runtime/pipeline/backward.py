@@ -33,15 +33,15 @@ Edge = tuple[Node, int]
 
 
 class SplitBackward:
-    """The backward of ``results`` (tensors with their gradients) in two parts, for one pair of calls.
+    """The backward of some results in two parts, for one pair of calls.
 
-    ``inputs`` are leaves. :meth:`input_gradients` comes first, then :meth:`accumulate`, and then the graph is used up.
+    ``roots``: where the results' gradients come in, with these gradients. ``inputs``: leaves.
+    :meth:`input_gradients` comes first, then :meth:`accumulate`, and then the graph is used up.
     """
 
-    def __init__(self, results: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> None:
-        self._inputs = list(inputs)
-        roots = [(get_gradient_edge(result), grad) for result, grad in results]
-        graph = _Graph([edge.node for edge, _ in roots], [get_gradient_edge(x).node for x in inputs])
+    def __init__(self, roots: Sequence[tuple[GradientEdge, Tensor]], inputs: Sequence[Tensor]) -> None:
+        self._inputs = [get_gradient_edge(x) for x in inputs]
+        graph = _Graph([edge.node for edge, _ in roots], [edge.node for edge in self._inputs])
         self._roots = [(edge, grad) for edge, grad in roots if edge.node in graph.inner]
         self._deferred = graph.deferred_edges()
         self._direct = graph.direct_edges(self._deferred)

@@ -1,0 +1,53 @@
+"""What reducers and optimizers need to know of a compiled module, without knowing how it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
+
+from torch import nn
+
+from shardwright.runtime.communicator import Communicator
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.declarations import Declaration
+from shardwright.runtime.groups import RankMesh
+from shardwright.runtime.layout import Mesh
+from shardwright.runtime.ops.random import RngState
+from shardwright.runtime.reducer import Reducer
+from shardwright.runtime.scope import Scope
+
+
+class CompiledModule(Scope):
+    """One rank's part of a compiled module, as far as its training is concerned.
+
+    ``mesh``: of a unit. ``compute_config``: what it was compiled with, set by the loader. ``shared``: the parameters that
+    several pipeline stages hold, with their stages. ``ranks``: this rank's place in its unit. ``rng``: seed, step and
+    microbatch of its random numbers. ``reducer``: what sums its gradients, once there is one.
+    """
+
+    mesh: ClassVar[Mesh]
+    compute_config: ClassVar[ComputeConfig | None] = None
+    shared: ClassVar[Mapping[str, tuple[int, ...]]] = {}
+
+    ranks: RankMesh
+    rng: RngState
+    reducer: Reducer | None = None
+
+    def trained_parameters(self) -> Iterator[tuple[Declaration, nn.Parameter]]:
+        """The parameters of this rank that get gradients, in order, each once."""
+        raise NotImplementedError
+
+    def ranks_of(self, declaration: Declaration) -> RankMesh:
+        """The mesh that the layout of a tensor refers to, and where on it this rank is."""
+        raise NotImplementedError
+
+    def gradient_groups(self) -> dict[str, Communicator]:
+        """By name of the trained parameters, the ranks that hold summands of its gradient. All of them hold equal values.
+
+        Collective: it makes the groups.
+        """
+        raise NotImplementedError
+
+    def is_counted(self, declaration: Declaration) -> bool:
+        """Whether this rank counts its piece of a tensor, where every distinct element is counted once."""
+        raise NotImplementedError

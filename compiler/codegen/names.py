@@ -21,6 +21,7 @@ MODULE_ATTRIBUTES = frozenset(
         "check_inputs",
         "children",
         "compile",
+        "compute_config",
         "constant",
         "cpu",
         "cuda",

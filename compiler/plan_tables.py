@@ -11,6 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from shardwright.compiler.ops.strategy import split_factor
 from shardwright.compiler.plan.plan import Note, Plan
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def show_directory(console: Console, directory: Path, manifest: Manifest, plan: 
     console.print(header(directory, manifest, plan))
     console.print(tensor_table(manifest, every_layer=every_layer))
     console.print(strategy_table(plan, every_layer=every_layer))
-    console.print(note_table(plan.notes, every_layer=every_layer))
+    console.print(notes(plan.notes, every_layer=every_layer), soft_wrap=True)
 
 
 def header(directory: Path, manifest: Manifest, plan: Plan) -> RenderableType:
@@ -53,25 +54,35 @@ def tensor_table(manifest: Manifest, *, every_layer: bool) -> Table:
 
 
 def strategy_table(plan: Plan, *, every_layer: bool) -> RenderableType:
-    """What every operator does along each mesh axis; operators not listed are computed on every rank."""
+    """What every operator does along each mesh axis, by the names of the model's dims."""
     if not plan.strategies:
         return Text("Every operator is computed on every rank.")
     axes = plan.mesh.names
     table = _table("Operators", "name", *axes)
-    rows = ((op, *(assignment.get(axis, "R") for axis in axes)) for op, assignment in plan.strategies.items())
+    rows = ((op, *(in_words(plan, op, axis) for axis in axes)) for op in plan.strategies)
     _fill(table, rows, every_layer=every_layer)
-    legend = "split:f cuts factor f of the operator's rule; R and G compute it on every rank; linear:i passes sums through."
+    legend = "Operators not listed are computed whole on every rank, as '-' is."
     return Group(table, Text(legend))
 
 
-def note_table(notes: Iterable[Note], *, every_layer: bool) -> RenderableType:
+def in_words(plan: Plan, op: str, axis: str) -> str:
+    """What an operator does along an axis: ``split heads``, for example."""
+    strategy = plan.assignment(op).get(axis, "R")
+    factor = split_factor(strategy)
+    if factor is not None:
+        return f"split {plan.dims.get(op, {}).get(axis, factor)}"
+    return {"R": "-", "G": "-, gradients summed later"}.get(strategy, "on summands of its operands")
+
+
+def notes(found: Iterable[Note], *, every_layer: bool) -> Text:
     """Where the policy could not split, and why."""
-    rows = [(note.op, note.axis, note.reason, note.module_path, note.source) for note in notes]
+    rows = _counted(((note.op, note.axis, note.reason, note.source) for note in found), every_layer=every_layer)
     if not rows:
         return Text("No operator fell back to replication.")
-    table = _table("Replicated", "operator", "axis", "why", "module", "source")
-    _fill(table, rows, every_layer=every_layer)
-    return table
+    text = Text("Replicated", "bold")
+    for (op, axis, reason, source), count in rows.items():
+        text.append(f"\n{op}{_times(count)} over {axis}: {reason}\n    {source}", "not bold")
+    return text
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -82,12 +93,20 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _fill(table: Table, rows: Iterable[Row], *, every_layer: bool) -> None:
-    counts: dict[Row, int] = {}
+    for row, count in _counted(rows, every_layer=every_layer).items():
+        table.add_row(row[0] + _times(count), *row[1:])
+
+
+def _counted(rows: Iterable[Row], *, every_layer: bool) -> dict[Row, int]:
+    """How often each row occurs, alike layers taken together unless ``every_layer``."""
+    alike: dict[Row, list[Row]] = {}
     for row in rows:
-        key = row if every_layer else tuple(_without_numbers(cell) if index == 0 else cell for index, cell in enumerate(row))
-        counts[key] = counts.get(key, 0) + 1
-    for key, count in counts.items():
-        table.add_row(key[0] + (f"  x{count}" if count > 1 else ""), *key[1:])
+        alike.setdefault(row if every_layer else (_without_numbers(row[0]), *row[1:]), []).append(row)
+    return {key if len(found) > 1 else found[0]: len(found) for key, found in alike.items()}
+
+
+def _times(count: int) -> str:
+    return f"  x{count}" if count > 1 else ""
 
 
 def _without_numbers(name: str) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.ops.strategy import has_factor
 from shardwright.compiler.plan.builder import PlanBuilder, bodies, classes_in
+from shardwright.policies.choice import PRODUCTS
 from shardwright.policies.labels import label
 
 
@@ -43,7 +45,7 @@ def _factor(op: IROp, graph: IRGraph, classes: set[int], num_pieces: int) -> str
 
 
 def _note_fallback(builder: PlanBuilder, op: IROp, graph: IRGraph, axis: str, classes: set[int]) -> None:
-    """Say where a split dim has to be gathered, and why."""
+    """Say where a split dim has to be gathered or the work of a layer is done by every rank, and why."""
     assert op.rule is not None and graph.dims is not None
     if not any(value.requires_grad for value in op.results):
         return  # masks and positions: small, and made from whole values
@@ -52,7 +54,29 @@ def _note_fallback(builder: PlanBuilder, op: IROp, graph: IRGraph, axis: str, cl
         if index in classes:
             name = graph.dims.classes[index].name
             if op.rule.known:
-                builder.note(op, axis, f"{op.target} needs dim {name} ({factor.name}) whole; it is gathered before it")
+                builder.note(op, axis, f"{op.target} needs dim {name} whole; it is gathered before it")
             else:
                 builder.note(op, axis, f"{op.target} has no rule; dim {name} is gathered before it")
             return
+    if op.target in PRODUCTS and op.target != "embedding" and any(v.kind is ValueKind.PARAMETER for v in op.operands):
+        builder.note(op, axis, f"{op.target} has no dim to split: {_why_whole(op, graph, builder.mesh.axis_size(axis))}")
+
+
+def _why_whole(op: IROp, graph: IRGraph, num_pieces: int) -> str:
+    """For every dim of the weights of an operator, why it is not split."""
+    assert op.rule is not None and graph.dims is not None
+    reasons: dict[str, list[str]] = {}
+    weights = [refs for v, refs in zip(op.operands, op.rule.operands, strict=True) if v.kind is ValueKind.PARAMETER]
+    for factor in op.rule.factors:
+        if not any(has_factor(refs, factor.name) for refs in weights):
+            continue
+        dim = graph.dims.of_factor(op.name, factor.name)
+        title = f"{dim.name if dim else factor.name} ({factor.size})"
+        if not op.rule.splittable(factor.name):
+            why = "must stay whole"
+        elif not op.rule.splittable(factor.name, num_pieces):
+            why = f"would leave some of the {num_pieces} ranks without a piece"
+        else:
+            why = "would cost more communication than it saves work"
+        reasons.setdefault(why, []).append(title)
+    return "; ".join(f"{' and '.join(titles)} {why}" for why, titles in reasons.items())

@@ -7,8 +7,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 from shardwright.compiler.ir.graph import IRGraph
-from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ir.op import IROp, leaves
 from shardwright.compiler.ir.size import Size
+from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.annotation import instantiate
 from shardwright.compiler.ops.rule import Factor, FactorKind, FactorRef, OpRule
@@ -27,7 +28,7 @@ def attach_rules(graph: IRGraph) -> IRGraph:
         else:
             ops.append(replace(op, rule=instantiate(opdef, op)))
     for op in unknown.values():
-        warnings.warn(unknown_op_message(op), stacklevel=2)
+        warn_of_unknown(op)
     return segment_slices(graph.with_ops(tuple(ops)))
 
 
@@ -47,19 +48,36 @@ def opaque_rule(op: IROp) -> OpRule:
     return OpRule("", tuple(factors), operands, results, grad_linear=False, known=False)
 
 
+def warn_of_unknown(op: IROp) -> None:
+    """Warn where the user's code calls an operator without a rule."""
+    file, line = (op.source.file, op.source.line) if op.source is not None else (__file__, 1)
+    warnings.warn_explicit(unknown_op_message(op), UserWarning, file, line)
+
+
 def unknown_op_message(op: IROp) -> str:
     """The warning for an operator without a rule: where it is, what happens, and the stub to paste."""
-    letters = iter("abcdefghijklmnopqrstuvwxyz" * 4)
-    shapes = ", ".join(" ".join(f"{next(letters)}^" for _ in value.shape) or "1" for value in op.operands)
-    results = ", ".join(" ".join(f"{next(letters)}^" for _ in value.shape) or "1" for value in op.results)
-    function = op.target.rsplit(".", 1)[-1]
+    letters = (letter + number for number in ("", *map(str, range(1, 100))) for letter in "abcdefghijklmnopqrstuvwxyz")
+
+    def term(value: IRValue) -> str:
+        return " ".join(f"{next(letters)}^" for _ in value.shape)
+
+    # "?": a scalar, or an argument that is no tensor.
+    terms = [
+        ", ".join(term(leaf) or "?" if isinstance(leaf, IRValue) else "?" for leaf in leaves(arg)) or "?" for _, arg in op.args
+    ]
+    while terms and terms[-1] == "?":
+        terms.pop()
+    results = ", ".join(term(value) for value in op.results)
+    function = op.target.removesuffix(".apply")
+    package = function.split(".")[0]
     return (
         f"no rule for operator {op.target}: it runs replicated on every rank\n"
         f"  where: {op.source} ({op.module_path or 'top-level forward'})\n"
         f"  why:   operand shapes {[tuple(v.shape) for v in op.operands]}, "
         f"result shapes {[tuple(v.shape) for v in op.results]}\n"
-        f"  try:   tell which dims may be split (drop the ^ there, use one letter for equal dims):\n"
-        f'         shardwright.register_op("{shapes} -> {results}")({function})'
+        f"  try:   say which dims may be split: drop the ^ there, and write one letter for equal dims\n"
+        f"         import {package}, shardwright\n"
+        f'         shardwright.register_op("{", ".join(terms)} -> {results}")({function})'
     )
 
 

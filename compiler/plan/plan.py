@@ -54,7 +54,8 @@ class Plan:
     ``strategies``: operator name to its assignment; operators and axes left out are ``R``. ``stored``: layout of parameters
     and buffers by FQN; what is left out is chosen while lowering, so that its uses need the least communication.
     ``inputs`` / ``outputs``: layouts by path where they are not whole; an output may be ``None``: not needed, dropped.
-    ``policy`` and ``notes`` say where the plan comes from.
+    ``policy`` and ``notes`` say where the plan comes from. ``dims``: operator name and axis to the name of the dim split
+    there, for people; nothing is decided by it.
 
     With ``stages`` the plan is a pipeline: ``mesh`` then counts all ranks, and strategies speak of the axes of the stages'
     meshes. ``schedule`` names the order of forwards and backwards of ``num_microbatches`` samples.
@@ -71,6 +72,7 @@ class Plan:
     schedule: str = ""
     num_microbatches: int = 1
     recompute: tuple[str, ...] = ()
+    dims: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def stage_mesh(self, stage: int) -> Mesh:
         """The mesh of a stage; the plan's own without stages."""
@@ -88,6 +90,7 @@ class Plan:
             "policy": self.policy,
             "mesh": dict(self.mesh.axes),
             "strategies": {op: dict(assignment) for op, assignment in self.strategies.items() if assignment},
+            "dims": {op: dict(named) for op, named in self.dims.items()},
             "stored": {fqn: str(item) for fqn, item in self.stored.items()},
             "inputs": {name: str(item) for name, item in self.inputs.items()},
             "outputs": {path: layout(item) for path, item in self.outputs.items()},
@@ -121,6 +124,7 @@ class Plan:
             data.get("schedule", ""),
             data.get("num_microbatches", 1),
             tuple(data.get("recompute", ())),
+            data.get("dims", {}),
         )
 
     def dumps(self) -> str:

@@ -62,6 +62,24 @@ class Norm(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return torch.linalg.matrix_exp(x[:, :4])
+
+
+class Narrow(torch.nn.Module):
+    """A layer with fewer channels than ranks, and an operator that needs what is split whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv1d(3, 2, 1)
+        self.wide = torch.nn.Linear(8, 64)
+        self.out = torch.nn.Linear(64, 8)
+
+    def forward(self, x):
+        x = self.wide(self.conv(x)).cumsum(-1)
+        return self.out(x)
+
+
+def narrow():
+    return Narrow(), {"x": torch.ones(4, 3, 8)}
 '''
 
 
@@ -103,8 +121,9 @@ def test_compile_and_load(run, folder):
         "02-dims.txt",
         "03-lower.txt",
     ]
-    results = run_ranks(2, lambda rank: parallelize(net(), {"x": X}, "tp", config())(X))
-    torch.testing.assert_close(results[0], net()(X), rtol=0, atol=1e-12)
+    model = net()  # made once: the ranks are threads, and draw from one generator
+    results = run_ranks(2, lambda rank: parallelize(model, {"x": X}, "tp", config())(X))
+    torch.testing.assert_close(results[0], model(X), rtol=0, atol=1e-12)
     again = run("compile my_models:make --policy tp --plan-ngpus 2")
     assert again.splitlines()[0] == "found, nothing changed: Net (tp, 2 ranks)"
 
@@ -126,7 +145,8 @@ def test_inspect(run):
     out = " ".join(run(f"inspect {NET}").split())
     assert f"model Net policy tp mesh tp=2, 2 units made by shardwright {shardwright.__version__}" in out
     assert "up.weight parameter float64 [16/tp, 8]" in out and "table buffer float64 [8]" in out
-    assert "name tp" in out and "up split:n" in out and "down split:k" in out
+    assert "name tp" in out and "up split hidden" in out and "down split hidden" in out
+    assert out.endswith("No operator fell back to replication.")
 
 
 def test_inspect_groups_layers_and_says_where_it_replicates(run):
@@ -136,6 +156,20 @@ def test_inspect_groups_layers_and_says_where_it_replicates(run):
     assert "layers.*.bias  x" in run(f"inspect {directory}")
     out = run(f"inspect {directory} --every-layer")
     assert "layers.*" not in out and "layers.0.bias" in out
+
+
+def test_inspect_says_where_and_why_a_layer_is_replicated(run):
+    out = run("compile my_models:narrow --policy tp --plan-ngpus 4")
+    directory = ".shardwright/_parallel_modules/my_models/Narrow/_"
+    assert out.endswith(f"2 operators could not be split: shardwright inspect {Path(directory).absolute()}\n")
+    at = f"    {Path('my_models.py').absolute()}:{MODELS[: MODELS.index('self.conv(')].count(chr(10)) + 1}"
+    assert run(f"inspect {directory}").split("Replicated\n")[1].splitlines() == [
+        "conv over tp: conv1d has no dim to split: "
+        "conv_dim (3) and conv_dim (2) would leave some of the 4 ranks without a piece",
+        at,
+        "x_1 over tp: cumsum needs dim hidden whole; it is gathered before it",
+        at,
+    ]
 
 
 def test_verify(run, monkeypatch, capsys):

@@ -7,6 +7,9 @@ from shardwright.policies.policy import NoOptions
 from shardwright.policies.registry import find_policy, policy_names, register_policy
 from shardwright.runtime.errors import PlanError
 
+KNOWN = "'data', 'dp', 'hybrid', 'pp', 'tp'"
+UNAVAILABLE = {"autodist": "searching for a plan"}
+
 
 def my_policy(graph, config):
     return graph
@@ -44,17 +47,17 @@ def test_registered_names():
 
 def test_refusals():
     assert refusal("dataa") == "there is no policy 'dataa'\n  try:   did you mean 'data'?"
-    assert refusal("megatron") == "there is no policy 'megatron'\n  try:   one of 'data', 'dp', 'tp'"
-    for name, feature in [("pp", "pipelines"), ("hybrid", "pipelines"), ("autodist", "searching for a plan")]:
+    assert refusal("megatron") == f"there is no policy 'megatron'\n  try:   one of {KNOWN}"
+    for name, feature in UNAVAILABLE.items():
         assert refusal(name) == (
             f"policy {name!r} is not available yet\n"
             f"  why:   this version has no support for {feature}\n"
-            "  try:   one of 'data', 'dp', 'tp', or a function of your own"
+            f"  try:   one of {KNOWN}, or a function of your own"
         )
     assert refusal(3) == (
         "pas_policy is the name of a policy, or a function of the graph and the config\n"
         "  why:   it is 3\n"
-        "  try:   one of 'data', 'dp', 'tp'"
+        f"  try:   one of {KNOWN}"
     )
 
     def wrong(graph):

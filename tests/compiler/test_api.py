@@ -386,8 +386,8 @@ def test_arguments_are_refused_in_words(tmp_path):
     assert refusal(ConfigError, lambda: compile_net(tmp_path, module_dtype=torch.int64)) == (
         "module_dtype is a floating dtype, or None\n  why:   it is torch.int64"
     )
-    assert refusal(PlanError, lambda: compile_net(tmp_path, policy="pt")) == (
-        "there is no policy 'pt'\n  try:   did you mean 'pp'?"
+    assert refusal(PlanError, lambda: compile_net(tmp_path, policy="tpp")) == (
+        "there is no policy 'tpp'\n  try:   did you mean 'tp'?"
     )
     assert refusal(ConfigError, lambda: compile_net(tmp_path, fields={"pas_config": {"num_stages": 2}})) == (
         "policy 'tp' has no option 'num_stages'\n  try:   leave pas_config empty"

@@ -5,6 +5,7 @@ from pathlib import Path
 import plans
 import pytest
 import torch
+
 from shardwright.compiler.compile import compile_graph
 from shardwright.policies import data
 from shardwright.runtime.config import ComputeConfig

@@ -25,9 +25,9 @@ class Reference:
     """What one device computes: see :func:`reference_run`."""
 
     losses: list[list[Tensor]]
-    """Loss of every unit in every step: ``losses[step][unit]``."""
+    """Loss of every sample in every step, unit after unit: ``losses[step][sample]``."""
     outputs: list[Any]
-    """What ``forward`` returned for every unit in the first step, detached."""
+    """What ``forward`` returned for every sample in the first step, detached."""
     gradients: dict[str, Tensor | None]
     """Gradients of the first step by parameter name, ``None`` where a parameter has none."""
     parameters: dict[str, Tensor]
@@ -38,7 +38,7 @@ class Reference:
 
 def reference_run(
     model: nn.Module,
-    inputs_per_unit: Sequence[Mapping[str, Any]],
+    inputs_per_unit: Sequence[Mapping[str, Any] | Sequence[Mapping[str, Any]]],
     optimizer: OptimizerFactory = adamw,
     steps: int = 3,
     *,
@@ -47,7 +47,8 @@ def reference_run(
     """Train a copy of ``model`` on one device for ``steps`` steps, all under :func:`precision.float64_casts`.
 
     A step's loss is the sum (``reduction="mean"``: the mean) of the units' losses, each unit on its own inputs, the same ones
-    in every step. Units keep buffers of their own, as they do at run time: batch norm of one unit does not see
+    in every step. A unit with a sequence of inputs accumulates over them, as ``train_step`` does over its samples. Units keep
+    buffers of their own, as they do at run time: batch norm of one unit does not see
     the others' statistics. ``model`` is left untouched.
     """
     model = copy.deepcopy(model)
@@ -63,13 +64,14 @@ def reference_run(
             losses.append([])
             for unit, inputs in enumerate(inputs_per_unit):
                 load_buffers(model, unit_buffers[unit])
-                result = model(**inputs)
-                loss = loss_of(result)
-                (scale * loss).backward()  # type: ignore[no-untyped-call]
+                for sample in [inputs] if isinstance(inputs, Mapping) else inputs:
+                    result = model(**sample)
+                    loss = loss_of(result)
+                    (scale * loss).backward()  # type: ignore[no-untyped-call]
+                    losses[-1].append(loss.detach().clone())
+                    if step == 0:
+                        outputs.append(clone(tensors_of(result)))
                 unit_buffers[unit] = clone(dict(model.named_buffers()))
-                losses[-1].append(loss.detach().clone())
-                if step == 0:
-                    outputs.append(clone(tensors_of(result)))
             if step == 0:
                 gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
             stepper.step()

@@ -1,0 +1,31 @@
+"""Inputs for a check: the dummy arguments in float64, and others like them for other units and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from shardwright.runtime import structure
+
+
+def in_float64(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with floating tensors in float64."""
+
+    def cast(path: str, leaf: Any) -> Any:
+        return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return {name: structure.map_leaves(value, cast, name) for name, value in args.items()}
+
+
+def rolled(args: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Other inputs: the rows of every tensor moved on by ``number``, values of floating ones scaled."""
+
+    def move(path: str, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or number == 0 or leaf.ndim == 0:
+            return leaf
+        moved = leaf.roll(number, 0)
+        return moved * (1 + 0.1 * number) if leaf.is_floating_point() else moved
+
+    return {name: structure.map_leaves(value, move, name) for name, value in args.items()}

@@ -119,7 +119,7 @@ class OpDef:
         if self.is_sign:
             if self.fits_sign(args):
                 texts = [_atomic(text) for text in args.values()]
-                close = self.code == "**" and all(map(_is_simple, texts))
+                close = self.code == "**" and all(map(is_simple, texts))
                 sign = self.code if close or len(texts) == 1 else f" {self.code} "
                 return f"{sign}{texts[0]}" if len(texts) == 1 else sign.join(texts)
             code = self.function_code
@@ -147,11 +147,13 @@ def _is_default(value: Arg, default: Any) -> bool:
     return type(value) is type(default) and bool(value == default)
 
 
-def _is_simple(text: str) -> bool:
-    """Whether formatters put a power sign next to this operand without spaces: a number, a name, attributes of a name."""
+def is_simple(text: str) -> bool:
+    """Whether formatters put a power sign or the colon of a slice next to this source without spaces: a number, a name,
+    attributes of a name.
+    """
     node = ast.parse(text, mode="eval").body
-    while isinstance(node, ast.Attribute):
-        node = node.value
+    while isinstance(node, ast.Attribute | ast.UnaryOp):
+        node = node.value if isinstance(node, ast.Attribute) else node.operand
     return isinstance(node, ast.Name | ast.Constant)
 
 

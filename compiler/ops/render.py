@@ -21,7 +21,7 @@ import torch
 from shardwright.compiler.ir.op import Arg, AxisRef, IROp, RankDevice, RankRng, WhenTraining, leaves
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
-from shardwright.compiler.ops.opdef import REQUIRED, OpDef
+from shardwright.compiler.ops.opdef import REQUIRED, OpDef, is_simple
 from shardwright.runtime.errors import InternalError
 
 NameOf = Callable[[IRValue], str]
@@ -122,7 +122,8 @@ def index_source(index: Arg, name_of: NameOf, size_text: SizeText) -> str:
     def text(item: Arg) -> str:
         if isinstance(item, slice):
             start, stop, step = ("" if bound is None else text(bound) for bound in (item.start, item.stop, item.step))
-            return f"{start}:{stop}:{step}" if step else f"{start}:{stop}"
+            gap = "" if all(is_simple(bound) for bound in (start, stop, step) if bound) else " "
+            return f"{gap}:{gap}".join([start, stop, *([step] if step else [])]).strip()
         if isinstance(item, tuple | list):
             return f"[{', '.join(map(text, item))}]"
         return argument_source(item, name_of, size_text)

@@ -22,6 +22,8 @@ from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.trace.api import trace
 from shardwright.compiler.weights import initial_values, write_tensors
+from shardwright.policies.policy import PolicyFunction
+from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Atom, Layout, Mesh
 from shardwright.runtime.loader import load_class
@@ -148,11 +150,34 @@ def compile_plan(graph: IRGraph, plan: Plan) -> Compiled:
     return compile_graph(graph, lambda g, c: plan, config, policy_name=plan.policy)
 
 
+def compile_with(graph: IRGraph, policy: str | PolicyFunction, num_ranks: int, **options: Any) -> Compiled:
+    """Compile with a policy; ``options`` are further fields of the config."""
+    config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, **options)
+    found = find_policy(policy)
+    return compile_graph(graph, found.apply, config, policy_name=found.name)
+
+
+def check_policy(
+    module: nn.Module,
+    inputs: Mapping[str, Any],
+    policy: str | PolicyFunction,
+    num_ranks: int,
+    directory: Path,
+    **options: Any,
+) -> tuple[Compiled, Outcome]:
+    """Trace, compile with a policy, run all ranks, and hold loss and gradients to one device."""
+    compiled = compile_with(traced(module, inputs), policy, num_ranks, **options)
+    reference = reference_run(module, [inputs], steps=1)
+    return compiled, check(module, inputs, compiled, directory, reference)
+
+
 __all__ = [
     "Callable",
     "annotated",
     "check",
+    "check_policy",
     "compile_plan",
+    "compile_with",
     "random_plan",
     "reference_run",
     "run_once",

@@ -98,8 +98,7 @@ def _zb_v(rank: int, num_ranks: int, num_microbatches: int, chunks: int) -> Rank
     first microbatch down the ranks, (p-1)/(6m) of the work (m >= 2p).
     """
     down, up = rank, 2 * num_ranks - 1 - rank
-    planned = max(num_microbatches, 2 * num_ranks)  # the phases below need as many; the surplus is left out at the end
-    work = _StageWork()
+    work = _StageWork()  # the fixed phases may name more microbatches than there are; these are left out at the end
     for _ in range(2 * (num_ranks - rank) - 1):  # until the first microbatch comes back up
         work.run(F, down)
     for _ in range(rank):  # until its gradient comes down
@@ -109,8 +108,8 @@ def _zb_v(rank: int, num_ranks: int, num_microbatches: int, chunks: int) -> Rank
         work.run(F, up)
         work.run(I, up)
         work.run(W, up)
-    while work.count(F, up) < planned:
-        if work.count(F, down) < planned:
+    while work.count(F, up) < num_microbatches:
+        if work.count(F, down) < num_microbatches:
             work.run(F, down)
         work.run(I, down)
         work.run(W, down)

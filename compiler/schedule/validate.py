@@ -109,13 +109,12 @@ def _check_place(schedule: Schedule, action: ScheduleAction, rank: int, index: i
 
 
 def _check_reductions(schedule: Schedule, rank: int) -> None:
-    """Check that each stage of ``rank`` reduces at most once, named after the microbatch whose gradients come last."""
+    """Check that the stages of ``rank`` reduce with the microbatch whose gradients come last, and so at most once."""
     last = {action.stage: action.microbatch for action in schedule.actions[rank] if action.kind in RELEASES}
-    reduced: set[int] = set()
     for index, action in enumerate(schedule.actions[rank]):
         if action.kind is not ActionKind.REDUCE:
             continue
-        if action.stage in reduced or last.get(action.stage) != action.microbatch:
+        if last.get(action.stage) != action.microbatch:
             raise PlanError(
                 f"{action} in schedule {schedule.name!r} does not follow the last gradients of stage {action.stage}",
                 where=_where(rank, index),
@@ -124,7 +123,6 @@ def _check_reductions(schedule: Schedule, rank: int) -> None:
                 else "there is no backward",
                 hint="leave REDUCE out, and let communicate() add it",
             )
-        reduced.add(action.stage)
 
 
 def _missing_backward(schedule: Schedule, seen: set[ScheduleAction], stage: int, microbatch: int) -> Iterable[ScheduleAction]:

@@ -131,13 +131,12 @@ def waits_of(schedule: Schedule, dataflow: Dataflow, transport: Transport = Tran
             case ActionKind.SEND:
                 message = message_of(action)
                 yield _done(at.producer(message))
-                if transport is Transport.RENDEZVOUS:
+                if transport is not Transport.BUFFERED:
                     yield _done(at.recv[message])
-                elif transport is Transport.BLOCKING:
-                    yield _reached(at.recv[message])
             case ActionKind.RECV:
-                if transport is Transport.BLOCKING:
-                    yield _reached(at.send[message_of(action)])
+                if transport is Transport.BLOCKING:  # both ranks are there then, and the SEND follows the RECV
+                    rank, index = at.send[message_of(action)]
+                    yield (rank, index, index)
 
     return [[list(waits(action)) for action in actions] for actions in schedule.actions]
 
@@ -199,10 +198,6 @@ def _first_open(waits: list[Wait], counts: Sequence[int]) -> Wait | None:
 
 def _done(at: Position) -> Wait:
     return (*at, at[1] + 1)
-
-
-def _reached(at: Position) -> Wait:
-    return (*at, at[1])
 
 
 def _neighbours(schedule: Schedule) -> tuple[dict[int, int], dict[int, int]]:

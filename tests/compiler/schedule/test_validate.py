@@ -286,11 +286,35 @@ def test_a_dataflow_of_another_size_is_refused() -> None:
 def test_stages_that_do_not_feed_each_other_need_no_order() -> None:
     """Two towers whose results meet in the last stage: the second need not wait for the first."""
     towers = Dataflow.of(3, {0: [2], 1: [2]})
-    schedule = schedule_of(1, "1F0 0F0 2F0 2B0 0B0 1B0", placement=(0, 0, 0))
-    assert "deadlocks" in refusal(schedule, dataflow=towers)  # one rank runs its stages in order
     schedule = schedule_of(2, "0F0 0F1 0B0 0B1", "1F1 1F0 1B1 1B0", "2F1 2F0 2B1 2B0")
     validate(schedule, towers)
     validate(communicate(schedule, towers), towers)
+
+
+@pytest.mark.parametrize("actions", ["1F0 0F0 2F0", "0F0 1F0 2F0 2B0 0B0 1B0"])
+def test_stages_of_one_rank_run_in_order_even_if_they_do_not_feed_each_other(actions: str) -> None:
+    """What several of them use comes with the first, and its gradient goes back after that one's backward."""
+    towers = Dataflow.of(3, {0: [2], 1: [2]})
+    text = refusal(schedule_of(1, actions, placement=(0, 0, 0)), dataflow=towers)
+    assert "deadlocks: a rank waits for itself" in text
+
+
+def test_messages_that_come_too_late_deadlock_under_every_transport() -> None:
+    """All receives are posted; rank 1 wants 0F1 before 1B0, rank 0 the gradient of 1B0 before 0F1."""
+    schedule = schedule_of(
+        2,
+        "0RECV_B0<1 0RECV_B1<1 0F0 0SEND_F0>1 0B0 0F1 0SEND_F1>1 0B1",
+        "1RECV_F0<0 1RECV_F1<0 1F0 1F1 1B0 1SEND_B0>0 1B1 1SEND_B1>0",
+    )
+    for transport in Transport:
+        text = refusal(schedule, transport=transport)
+        assert "deadlocks: ranks wait in a circle" in text
+    assert "waits for 1SEND_B0>0, which rank 1 runs after 1F1" in refusal(schedule, transport=Transport.BUFFERED)
+
+
+def test_a_receive_comes_before_its_use() -> None:
+    text = refusal(schedule_of(1, "0F0 0SEND_F0>1", "1F0 1RECV_F0<0"), transport=Transport.BUFFERED)
+    assert "1F0 on rank 1 waits for 1RECV_F0<0, which rank 1 runs after 1F0" in text
 
 
 def test_backward_may_be_split_for_some_microbatches_only() -> None:

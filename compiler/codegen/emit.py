@@ -115,6 +115,7 @@ class _Writer:
             "axes": "".join(f'("{axis}", {size}), ' for axis, size in program.plan.mesh.axes).rstrip(" "),
             "class_name": graph.name,
             "inputs": self._inputs(),
+            "arguments": sample_arguments(graph),
             "declarations": self._declarations(),
             "signature": self._signature(),
             "header": wrap(f"def forward({self._signature()}):", WIDTH - 4),
@@ -477,6 +478,11 @@ def _is_plain(cut: CutSizes, num_pieces: int, kind: str) -> bool:
 
 def _shape_text(value: IRValue) -> str:
     return "[" + ", ".join(to_python(size) for size in value.shape) + "]"
+
+
+def sample_arguments(graph: IRGraph) -> list[str]:
+    """The arguments of forward that hold tensors: what a sample of ``train_step`` gives."""
+    return [name for name, tree in graph.signature if any(isinstance(leaf, IRValue) for _, leaf in tree.leaves())]
 
 
 def describe(value: IRValue, layout: Layout, dims: ModelDims | None) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwright.compiler.codegen.emit import Origin, _axis_lines, _legend, _sorted_imports, _Writer, template_named
+from shardwright.compiler.codegen.emit import Origin, _axis_lines, _legend, _sorted_imports, _Writer, sample_arguments, template_named
 from shardwright.compiler.codegen.names import Scope
 from shardwright.compiler.codegen.text import Line, layout_lines, wrap
 from shardwright.compiler.ir.graph import Tree
@@ -107,6 +107,7 @@ class _PipelineWriter(_Writer):
             "num_microbatches": plan.num_microbatches,
             "class_name": program.graph.name,
             "inputs": self._whole_inputs(),
+            "arguments": sample_arguments(program.graph),
             "output_stages": self._output_stages(),
             "shared": sorted(program.shared.items()),
             "declarations": self._declarations(),

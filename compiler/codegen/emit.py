@@ -37,6 +37,7 @@ RUNTIME_IMPORTS = {
     "ParallelModule": "from shardwright.runtime.module import ParallelModule",
     "ABSENT": "from shardwright.runtime.inputs import ABSENT",
     "flatten": "from shardwright.runtime.structure import flatten",
+    "recompute": "from shardwright.runtime.recompute import recompute",
     "rebuild": "from shardwright.runtime.structure import rebuild",
 }
 RESERVED = {"self", "torch", "F", "math", "block", "layer", *RUNTIME_IMPORTS}
@@ -349,9 +350,8 @@ class _Writer:
         arguments += [scope.name(value) for value in run.inputs] + list(run.symbols)
         call = f"self.{method.name}({', '.join(arguments)})"
         if run.recompute:
-            self.imports.add("from torch.utils.checkpoint import checkpoint")
-            arguments = [f"self.{method.name}", *arguments, "use_reentrant=False", "preserve_rng_state=False"]
-            call = f"checkpoint({', '.join(arguments)})"
+            self._need("recompute")
+            call = f"recompute({', '.join([f'self.{method.name}', *arguments, 'rng=self.rng'])})"
         for value in run.outputs:
             scope.define(value)
         targets = ", ".join(scope.name(value) for value in run.outputs)

@@ -1,0 +1,27 @@
+"""Activation recomputation: a part of the program keeps its inputs only, and runs again in the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from torch.utils.checkpoint import checkpoint
+
+from shardwright.runtime.ops.random import RngState
+
+
+def recompute(function: Callable[..., Any], *args: Any, rng: RngState) -> Any:
+    """``function(*args)``, of which nothing but ``args`` is kept for the backward, which computes the rest a second time.
+
+    The second time draws the random numbers of the first: those of its step and microbatch, however many forwards have begun
+    in between.
+    """
+    moment = rng.moment
+    return checkpoint(
+        function,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=False,  # nothing draws from the global generators
+        context_fn=lambda: (nullcontext(), rng.at(moment)),
+    )

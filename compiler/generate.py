@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwright import __version__
 from shardwright.compiler.cache import PLAN_FILE, Request, Stored, store, store_weights, weights_match
 from shardwright.compiler.compile import Compiled, compile_graph, pass_manager
 from shardwright.compiler.ir.graph import IRGraph
@@ -69,7 +69,7 @@ def generate(order: Order) -> Generated:
         graph = manager.run(FunctionPass("trace", order.trace), module)
     weights, constants = initial_values(graph, module)
     tensors = {WEIGHTS_FILE: weights, CONSTANTS_FILE: constants}
-    request = Request(digest(graph), order.config, order.policy.name, version("shardwright"))
+    request = Request(digest(graph), order.config, order.policy.name, __version__)
     with directory_lock(order.directory):
         return _make_or_find(order, graph, request, tensors, manager)
 

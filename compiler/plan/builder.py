@@ -90,11 +90,26 @@ class PlanBuilder:
         """Split a factor of an operator over an axis. ``factor`` is its name in the rule, or the name of its dim class."""
         found = self._op(op)
         assert found.rule is not None
-        names = [f.name for f in found.rule.factors]
-        if factor not in names and self.graph.dims is not None:
-            named = [n for n in names if (c := self.graph.dims.of_factor(found.name, n)) is not None and c.name == factor]
-            factor = named[0] if named else factor
+        dims = {f.name: self._dim_name(found, f.name) for f in found.rule.factors}
+        if factor not in dims:
+            named = [name for name, dim in dims.items() if dim == factor]
+            if not named:
+                raise PlanError(
+                    f"operator {found.name} ({found.target}) has no dim {factor!r}",
+                    where=f"{found.source} ({found.module_path or 'top-level forward'})",
+                    why=f"its rule is {found.rule.annotation!r}",
+                    hint=f"one of {', '.join(f'{name!r} ({dim})' if dim else repr(name) for name, dim in dims.items())}",
+                )
+            factor = named[0]
         return self.strategy(found, axis, f"split:{factor}")
+
+    def _dim_name(self, op: IROp, factor: str) -> str | None:
+        """The name of the dim class of a factor."""
+        for body in bodies(self.graph):
+            found = body.dims.of_factor(op.name, factor) if body.dims is not None else None
+            if found is not None:
+                return found.name
+        return None
 
     def replicate(self, op: str | IROp, axis: str, *, partial_gradient: bool = False) -> PlanBuilder:
         """Compute an operator on every rank of an axis; with ``partial_gradient`` its gradients stay summands (``G``)."""

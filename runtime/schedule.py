@@ -55,6 +55,9 @@ COMPUTES = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_
 Payload = Literal["activations", "gradients"]
 """What a message carries: results of a forward on their way to a later stage, or their gradients on the way back."""
 
+Message = tuple[Payload, int, int, int]
+"""``(payload, sending stage, receiving stage, microbatch)``: what a SEND and its RECV have in common."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduleAction:
@@ -97,6 +100,13 @@ class ScheduleAction:
             return f"{self.stage}{self.kind.value}{self.microbatch}"
         letter, arrow = ("F" if self.what == "activations" else "B"), (">" if self.kind is ActionKind.SEND else "<")
         return f"{self.stage}{self.kind.value}_{letter}{self.microbatch}{arrow}{self.peer}"
+
+
+def message_of(action: ScheduleAction) -> Message:
+    """The message that a SEND or a RECV is one end of."""
+    assert action.peer is not None and action.what is not None
+    ends = (action.stage, action.peer) if action.kind is ActionKind.SEND else (action.peer, action.stage)
+    return (action.what, *ends, action.microbatch)
 
 
 _COMPUTE = re.compile(r"(\d+)(F|B|I|W|REDUCE)(\d+)", re.ASCII)

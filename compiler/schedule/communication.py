@@ -22,8 +22,8 @@ from shardwright.compiler.schedule.memory import RELEASES
 from shardwright.compiler.schedule.schedule import RankActions, Schedule
 from shardwright.compiler.schedule.simulate import Timeline, simulate
 from shardwright.compiler.schedule.validate import messages_of
-from shardwright.compiler.schedule.waits import Message, Positions
-from shardwright.runtime.schedule import ActionKind, ScheduleAction
+from shardwright.compiler.schedule.waits import Positions
+from shardwright.runtime.schedule import ActionKind, Message, ScheduleAction
 
 
 def communicate(schedule: Schedule, dataflow: Dataflow | None = None, *, posted_ahead: bool = True) -> Schedule:

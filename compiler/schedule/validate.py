@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from shardwright.compiler.schedule.dataflow import Dataflow
 from shardwright.compiler.schedule.memory import RELEASES, held_after
 from shardwright.compiler.schedule.schedule import Schedule
-from shardwright.compiler.schedule.waits import Message, Transport, message_of, run_order, waits_of
+from shardwright.compiler.schedule.waits import Transport, run_order, waits_of
 from shardwright.runtime.errors import PlanError
-from shardwright.runtime.schedule import ActionKind, Payload, ScheduleAction
+from shardwright.runtime.schedule import ActionKind, Message, Payload, ScheduleAction, message_of
 
 MAX_LISTED = 8
 """How many missing actions an error names."""

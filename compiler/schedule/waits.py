@@ -12,7 +12,7 @@ from enum import Enum
 from shardwright.compiler.schedule.dataflow import Dataflow
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.runtime.errors import PlanError
-from shardwright.runtime.schedule import ActionKind, Payload, ScheduleAction
+from shardwright.runtime.schedule import ActionKind, Message, ScheduleAction, message_of
 
 Position = tuple[int, int]
 """A rank and the index of one of its actions."""
@@ -26,9 +26,6 @@ Wait = tuple[int, int, int]
 Waits = list[list[list[Wait]]]
 """For each rank and action, all that it waits for."""
 
-Message = tuple[Payload, int, int, int]
-"""``(payload, sending stage, receiving stage, microbatch)``: what a SEND and its RECV have in common."""
-
 
 class Transport(Enum):
     """How sends and receives wait for each other, each kind more strictly than the one before."""
@@ -39,13 +36,6 @@ class Transport(Enum):
     """As buffered, but a SEND waits until its RECV is posted: no room on the way."""
     BLOCKING = "blocking"
     """A SEND and its RECV wait for each other, as with blocking calls."""
-
-
-def message_of(action: ScheduleAction) -> Message:
-    """The message that a SEND or a RECV is one end of."""
-    assert action.peer is not None and action.what is not None
-    ends = (action.stage, action.peer) if action.kind is ActionKind.SEND else (action.peer, action.stage)
-    return (action.what, *ends, action.microbatch)
 
 
 class Positions:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.runtime.errors import PlanError
-from shardwright.runtime.schedule import COMPUTES, ActionKind, ScheduleAction, parse_action, parse_actions
+from shardwright.runtime.schedule import COMPUTES, ActionKind, ScheduleAction, message_of, parse_action, parse_actions
 
 numbers = st.integers(0, 2000)
 plain = st.builds(ScheduleAction, st.sampled_from(sorted({*COMPUTES, ActionKind.REDUCE})), numbers, numbers)
@@ -38,6 +38,8 @@ messages = st.builds(
 def test_text_forms(text: str, action: ScheduleAction) -> None:
     assert str(action) == text
     assert parse_action(text) == action
+    if action.is_message:
+        assert message_of(action) == (action.what, *((0, 1) if text in ("0SEND_F3>1", "1RECV_F3<0") else (1, 0)), 3)
 
 
 @given(st.lists(plain | messages, max_size=20))

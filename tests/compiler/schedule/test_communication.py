@@ -13,9 +13,9 @@ from shardwright.compiler.schedule.generate import SCHEDULES, generate
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.simulate import simulate
 from shardwright.compiler.schedule.validate import validate
-from shardwright.compiler.schedule.waits import Message, Positions, message_of
+from shardwright.compiler.schedule.waits import Positions
 from shardwright.runtime.errors import PlanError
-from shardwright.runtime.schedule import ActionKind, parse_actions
+from shardwright.runtime.schedule import ActionKind, Message, message_of, parse_actions
 
 
 def lines(schedule: Schedule) -> list[str]:

@@ -8,14 +8,12 @@ place of tensors and re-derives all of it independently of the pass that made it
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.strategy import allowed, layouts
-from shardwright.compiler.plan.conversion import AdapterStep, canonical
+from shardwright.compiler.plan.conversion import GATHERS, SLICES, AdapterStep, canonical, cut_sizes
 from shardwright.compiler.plan.program import Adapt, Compute, Program
 from shardwright.runtime.errors import InternalError
-from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.layout import Layout
 
 # (kind, backward) -> the placement letters it may go between
 TABLE = {
@@ -36,62 +34,119 @@ TABLE = {
 
 
 def verify_program(program: Program) -> None:
-    """Raise InternalError where the program breaks the invariant."""
-    mesh = program.plan.mesh
-    held: dict[str, Layout] = {}
-
-    def now(value: IRValue) -> Layout:
-        if value.name not in held:
-            raise InternalError(f"{value.name} is used before it is made")
-        return canonical(held[value.name], mesh, differentiable=value.requires_grad)
-
-    for declaration in program.declarations:
-        if declaration.layout.partial:
-            raise InternalError(f"{declaration.value.name} is stored partial: {declaration.layout}")
-        held[declaration.value.name] = declaration.layout
-    held |= program.input_layouts
-    for instruction in program.body:
-        if isinstance(instruction, Adapt):
-            _check_adapter(instruction, now(instruction.value), mesh)
-            held[instruction.result.name] = instruction.step.after
-            continue
-        _check_compute(instruction, now, mesh)
-        held |= {value.name: layout for value, layout in zip(instruction.op.results, instruction.layouts, strict=True)}
-    for _, value in program.output.leaves():
-        if isinstance(value, IRValue):
-            now(value)
+    """Raise :class:`InternalError` where the program breaks the invariant."""
+    _Walk(program).run()
     if program.eval_program is not None:
         verify_program(program.eval_program)
 
 
-def _check_compute(instruction: Compute, now, mesh: Mesh) -> None:  # type: ignore[no-untyped-def]
-    op = instruction.original
-    assert op.rule is not None
-    if not allowed(op.rule, instruction.assignment, mesh):
-        raise InternalError(f"{op.name} cannot follow {dict(instruction.assignment)}", where=str(op.source))
-    operands, results = layouts(op.rule, instruction.assignment, mesh)
-    for value, original, needed in zip(instruction.op.operands, op.operands, operands, strict=True):
-        if now(value) != canonical(needed, mesh, differentiable=original.requires_grad):
-            raise InternalError(f"{op.name} needs {original.name} as {needed} and gets {now(value)}", where=str(op.source))
-    if results != instruction.layouts:
-        raise InternalError(f"{op.name} gives {results}, not {instruction.layouts}", where=str(op.source))
+class _Walk:
+    """The program executed with layouts in place of tensors. ``held``: the layout of each value made so far; ``origin``: the
+    traced value that it is a version of.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.mesh = program, program.plan.mesh
+        self.held: dict[str, Layout] = {}
+        self.origin: dict[str, str] = {}
+
+    def run(self) -> None:
+        program = self.program
+        for declaration in program.declarations:
+            if declaration.layout.partial:
+                raise InternalError(f"{declaration.value.name} is stored partial: {declaration.layout}")
+            self.define(declaration.value, declaration.layout)
+        for value in program.graph.inputs:
+            self.define(value, program.input_layouts[value.name])
+        for instruction in program.body:
+            if isinstance(instruction, Adapt):
+                self.check_adapter(instruction)
+            else:
+                self.check_compute(instruction)
+        computed = [i.original.name for i in program.body if isinstance(i, Compute)]
+        if computed != [op.name for op in program.graph.ops]:
+            raise InternalError("the program does not compute every operator of the graph once, in its order")
+        self.check_outputs()
+
+    def define(self, value: IRValue, layout: Layout, origin: str | None = None) -> None:
+        if value.name in self.held:
+            raise InternalError(f"{value.name} is made twice")
+        self.held[value.name], self.origin[value.name] = layout, origin or value.name
+
+    def now(self, value: IRValue) -> Layout:
+        """What is held of a value."""
+        if value.name not in self.held:
+            raise InternalError(f"{value.name} is used before it is made")
+        return self.canonical(self.held[value.name], value)
+
+    def canonical(self, layout: Layout, value: IRValue) -> Layout:
+        return canonical(layout, self.mesh, differentiable=value.requires_grad)
+
+    def require(self, value: IRValue, original: IRValue, needed: Layout, reader: str, where: str | None = None) -> None:
+        """``reader`` gets a version of the right value, in the layout it needs."""
+        held = self.now(value)
+        if self.origin[value.name] != original.name:
+            raise InternalError(f"{reader} needs {original.name} and gets {self.origin[value.name]}", where=where)
+        if held != self.canonical(needed, original):
+            raise InternalError(f"{reader} needs {original.name} as {needed} and gets {held}", where=where)
+
+    def check_compute(self, instruction: Compute) -> None:
+        op, where = instruction.original, str(instruction.original.source)
+        assert op.rule is not None
+        if not allowed(op.rule, instruction.assignment, self.mesh):
+            raise InternalError(f"{op.name} cannot follow {dict(instruction.assignment)}", where=where)
+        operands, results = layouts(op.rule, instruction.assignment, self.mesh)
+        for value, original, needed in zip(instruction.op.operands, op.operands, operands, strict=True):
+            self.require(value, original, needed, op.name, where)
+        if results != instruction.layouts:
+            raise InternalError(f"{op.name} gives {_listed(results)}, not {_listed(instruction.layouts)}", where=where)
+        for value, layout in zip(instruction.op.results, instruction.layouts, strict=True):
+            self.define(value, layout)
+
+    def check_adapter(self, instruction: Adapt) -> None:
+        step, value, name = instruction.step, instruction.value, f"adapter {instruction.step.kind} of {instruction.of.name}"
+        if self.now(value) != self.canonical(step.before, value):
+            raise InternalError(f"{name} expects {step.before} and gets {self.now(value)}")
+        if self.origin[value.name] != instruction.of.name:
+            raise InternalError(f"{name} gets {self.origin[value.name]}")
+        letters = step.before.placement(step.axis)[0], step.after.placement(step.axis)[0]
+        known = TABLE.get((step.kind, step.backward), ("", ""))
+        blur = str.maketrans("G", "R") if not value.requires_grad else {}  # without a gradient R and G are one
+        if [x.translate(blur) for x in known] != [x.translate(blur) for x in letters]:
+            raise InternalError(f"{name} (backward {step.backward}) goes from {letters[0]} to {letters[1]} on {step.axis}")
+        for axis in self.mesh.names:
+            if axis != step.axis and step.before.placement(axis) != step.after.placement(axis):
+                raise InternalError(f"{name} on {step.axis} changes {axis}")
+        if step.before == step.after:
+            raise InternalError(f"{name} changes nothing")
+        self.check_cut(step, name)
+        self.define(instruction.result, step.after, instruction.of.name)
+
+    def check_cut(self, step: AdapterStep, name: str) -> None:
+        """What an adapter is told of the dims it joins and cuts is what their layouts say."""
+        joined = [(step.before, step.dim, step.cut)] if step.kind in (*GATHERS, "all_to_all") else []
+        cut = [(step.after, step.to_dim, step.to_cut)] if step.kind == "all_to_all" else []
+        if step.kind in SLICES:
+            cut = [(step.after, step.dim, step.cut)]
+        for layout, dim, sizes in joined + cut:
+            if dim is None or step.axis not in layout.dim_axes(dim) or sizes != cut_sizes(layout, dim, step.axis, self.mesh):
+                raise InternalError(f"{name} cuts dim {dim} as {sizes}, its layout is {layout}")
+
+    def check_outputs(self) -> None:
+        """Results are as the plan wishes them, and buffers get values laid out as they are."""
+        originals = dict(self.program.graph.output.leaves())
+        for path, value in self.program.output.leaves():
+            if not isinstance(value, IRValue):
+                continue
+            original, wish = originals[path], self.program.plan.outputs.get(path, "whole")
+            assert isinstance(original, IRValue)
+            whole = wish if isinstance(wish, Layout) else Layout.whole(original.shape)
+            self.require(value, original, self.held[value.name] if wish == "sharded" else whole, f"output {path!r}")
+        stored = {declaration.value.name: declaration.layout for declaration in self.program.declarations}
+        graph_updates = {before.name: after for before, after in self.program.graph.buffer_updates}
+        for before, after in self.program.buffer_updates:
+            self.require(after, graph_updates[before.name], stored[before.name], f"buffer {before.fqn}")
 
 
-def _check_adapter(instruction: Adapt, held: Layout, mesh: Mesh) -> None:
-    step: AdapterStep = instruction.step
-    letters = step.before.placement(step.axis)[0], step.after.placement(step.axis)[0]
-    known = TABLE.get((step.kind, step.backward))
-    differentiable = instruction.value.requires_grad
-    # without a gradient R and G are one
-    blur = str.maketrans("G", "R") if not differentiable else {}
-    if known is None or [x.translate(blur) for x in known] != [x.translate(blur) for x in letters]:
-        raise InternalError(
-            f"adapter {step.kind} (backward {step.backward}) goes from {letters[0]} to {letters[1]} on {step.axis}"
-        )
-    if canonical(step.before, mesh, differentiable=differentiable) != held:
-        raise InternalError(f"adapter {step.kind} of {instruction.of.name} expects {step.before} and gets {held}")
-    for axis in mesh.names:
-        if axis != step.axis and step.before.placement(axis) != step.after.placement(axis):
-            raise InternalError(f"adapter {step.kind} on {step.axis} changes {axis} of {instruction.of.name}")
-    if replace(step.before, dims=()) == replace(step.after, dims=()) and step.before == step.after:
-        raise InternalError(f"adapter {step.kind} of {instruction.of.name} changes nothing")
+def _listed(found: tuple[Layout, ...]) -> str:
+    return ", ".join(map(str, found))

@@ -195,6 +195,12 @@ def _cut(layout: Layout, key: tuple[int, Size, tuple[Size, ...]], count: int, me
     return CutSizes(found, outer, product(sizes))
 
 
+def cut_sizes(layout: Layout, dim: int, axis: str, mesh: Mesh) -> CutSizes:
+    """The local form of a dim of ``layout`` (in canonical form) as it is without its innermost cut, that along ``axis``."""
+    place = next(place for place in _places(layout, mesh) if place.dim == dim and place.axes[-1] == axis)
+    return _cut(layout, place.key, len(place.axes) - 1, mesh, exclude=axis)
+
+
 def _plain_sum(sizes: tuple[Size, ...]) -> Size:
     return sum(sizes) if len(sizes) > 1 else sizes[0]
 

@@ -51,10 +51,10 @@ class TensorSpec:
 
 
 class InputTable:
-    """The arguments a class was compiled for. ``owner`` is the name of the class, for messages."""
+    """The arguments a class was compiled for. ``owner``: the name of the class, ``method``: what is called; for messages."""
 
-    def __init__(self, owner: str, table: Mapping[str, Any]) -> None:
-        self.owner = owner
+    def __init__(self, owner: str, table: Mapping[str, Any], method: str = "forward") -> None:
+        self.owner = f"{owner}.{method}"
         self.leaves = {path: TensorSpec.parse(*leaf) if _is_tensor(leaf) else leaf for path, leaf in table.items()}
 
     def check(self, given: Mapping[str, Any], absent: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -66,7 +66,7 @@ class InputTable:
         for name, value in absent.items():
             if value is not ABSENT:
                 raise InputError(
-                    f"{self.owner}.forward was compiled without the argument {name!r}",
+                    f"{self.owner} was compiled without the argument {name!r}",
                     why=f"the dummy arguments did not have it, so the program ignores it; the call passes {_brief(value)}",
                     hint=f"leave out {name}, or compile again with {name!r} among the dummy arguments",
                 )
@@ -81,14 +81,14 @@ class InputTable:
                 tensors[path] = self._check_tensor(path, expected, value, sizes)
             elif not _same_literal(expected, value):
                 raise InputError(
-                    f"{self.owner}.forward: argument {path!r} is {_brief(value)}, but was compiled as {expected!r}",
+                    f"{self.owner}: argument {path!r} is {_brief(value)}, but was compiled as {expected!r}",
                     why="a value that is not a tensor is fixed when the module is compiled",
                     hint=f"pass {expected!r}, or compile again with the value you need",
                 )
         for path, value in leaves.items():
             if isinstance(value, Tensor):
                 raise InputError(
-                    f"{self.owner}.forward: argument {path!r} is {_brief(value)}, but was compiled without it",
+                    f"{self.owner}: argument {path!r} is {_brief(value)}, but was compiled without it",
                     why=f"the dummy arguments had {', '.join(self.leaves) or 'nothing'}",
                     hint="leave it out, or compile again with it among the dummy arguments",
                 )
@@ -98,12 +98,12 @@ class InputTable:
         """``value`` if it fits. ``sizes``: what each varying size is in this call, and where it was read first."""
         if not isinstance(value, Tensor):
             raise InputError(
-                f"{self.owner}.forward: argument {path!r} is {_brief(value)}, but was compiled as a tensor {spec}",
+                f"{self.owner}: argument {path!r} is {_brief(value)}, but was compiled as a tensor {spec}",
                 hint="pass a tensor",
             )
         if value.dtype != spec.dtype:
             raise InputError(
-                f"{self.owner}.forward: argument {path!r} has dtype {_dtype(value.dtype)}, "
+                f"{self.owner}: argument {path!r} has dtype {_dtype(value.dtype)}, "
                 f"but was compiled for {_dtype(spec.dtype)}",
                 hint=f"pass {path}.to(torch.{_dtype(spec.dtype)}), or compile again with this dtype",
             )
@@ -122,12 +122,12 @@ class InputTable:
     def _refuse_missing(self, path: str, expected: Any) -> None:
         what = f"a tensor {expected}" if isinstance(expected, TensorSpec) else repr(expected)
         raise InputError(
-            f"{self.owner}.forward: argument {path!r} is missing", why=f"it was compiled with {what}", hint=f"pass {path}"
+            f"{self.owner}: argument {path!r} is missing", why=f"it was compiled with {what}", hint=f"pass {path}"
         )
 
     def _refuse_shape(self, path: str, spec: TensorSpec, value: Tensor, why: str) -> None:
         raise InputError(
-            f"{self.owner}.forward: argument {path!r} has shape {list(value.shape)}, but was compiled for {spec}",
+            f"{self.owner}: argument {path!r} has shape {list(value.shape)}, but was compiled for {spec}",
             why=why,
             hint="pass the compiled shape, or compile again and name the dims that vary in ComputeConfig.dynamic_dims",
         )

@@ -177,6 +177,10 @@ def build_optimizer(
     optimizer.__class__ = type(name, (ParallelOptimizer, user_class), {"__doc__": user_class.__doc__})
     parallel = cast(ParallelOptimizer, optimizer)
     parallel._model, parallel._reducer = model, reducer
+    # Where torch keeps names too: state dicts carry them, and can be merged without the module.
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for group in parallel.param_groups:
+        group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
     return parallel
 
 
@@ -184,8 +188,9 @@ def _parameters(
     module: nn.Module, param_groups: Callable[[str, nn.Parameter], Mapping[str, Any]] | None
 ) -> list[nn.Parameter] | list[dict[str, Any]]:
     """What the optimizer is made of: all parameters in order, or groups in the order of their first parameters."""
-    if param_groups is None:
-        return list(module.parameters())
+    if param_groups is None or next(module.parameters(), None) is None:
+        # A rank of a pipeline may hold no parameters at all; optimizers refuse an empty list, not an empty group.
+        return list(module.parameters()) or [{"params": []}]
     groups: list[dict[str, Any]] = []
     for name, parameter in module.named_parameters():
         options = dict(param_groups(name, parameter))

@@ -1,0 +1,203 @@
+"""The executor: runs the actions of one rank in order, whatever schedule they are from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from shardwright.runtime.pipeline.backward import SplitBackward
+from shardwright.runtime.pipeline.segment import Segment, Transfer
+from shardwright.runtime.pipeline.transfers import Exchange, Routes
+from shardwright.runtime.reducer import Reducer
+from shardwright.runtime.schedule import ActionKind, ScheduleAction
+
+Leaves = dict[str, Tensor]
+"""Tensors by their path in a sample or a result."""
+
+
+class StageRunner(Protocol):
+    """The module, as its executor sees it."""
+
+    def run_stage(self, stage: int, microbatch: int, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The forward of one stage: what its method returns."""
+
+    def enter(self, stage: int, microbatch: int) -> None:
+        """From now on compute for this stage and microbatch: random numbers and mesh axes are theirs."""
+
+
+class InFlight:
+    """How many microbatches hold activations, as the step goes on.
+
+    ``now``, ``peak``: by stage, now and at most. ``peak_of_rank``: at most, over all stages together.
+    """
+
+    def __init__(self, stages: Sequence[int]) -> None:
+        self.now = dict.fromkeys(stages, 0)
+        self.peak = dict.fromkeys(stages, 0)
+        self.peak_of_rank = 0
+
+    def hold(self, stage: int) -> None:
+        self.now[stage] += 1
+        self.peak[stage] = max(self.peak[stage], self.now[stage])
+        self.peak_of_rank = max(self.peak_of_rank, sum(self.now.values()))
+
+    def release(self, stage: int) -> None:
+        self.now[stage] -= 1
+
+
+@dataclass(eq=False)
+class _Held:
+    """What the backward of one stage and microbatch needs. Graphs are held by their edges: a result that has been sent lives
+    on only where the graph itself saved it.
+    """
+
+    inputs: list[tuple[Transfer, Tensor]]
+    sent: list[tuple[Transfer, GradientEdge | None]]
+    loss: Tensor | None
+
+
+@dataclass(eq=False)
+class Step:
+    """One step: what to run it on, and with what.
+
+    ``samples``: by microbatch, the tensors that this rank's stages read. ``dummies``: by microbatch, whether nothing is
+    back-propagated. ``loss_path``: of the loss among the outputs. ``scaled``: makes of a loss what is differentiated.
+    ``reducer``: sums the gradients, in training.
+    """
+
+    samples: Sequence[Leaves]
+    dummies: Sequence[bool]
+    loss_path: str = ""
+    scaled: Callable[[Tensor], Tensor] = lambda loss: loss
+    reducer: Reducer | None = None
+    results: list[Leaves] = field(default_factory=list)
+
+
+class Executor:
+    """Runs one step of a rank. ``actions``: of this rank, without those that are left out; ``exchange``: for the same step.
+
+    ``linked``: pairs of stages of this rank that hold a parameter in common.
+    """
+
+    def __init__(
+        self,
+        runner: StageRunner,
+        segments: Mapping[int, Segment],
+        actions: Sequence[ScheduleAction],
+        exchange: Exchange,
+        routes: Routes,
+        linked: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        self.in_flight = InFlight(list(segments))
+        self._runner = runner
+        self._segments = segments
+        self._actions = actions
+        self._exchange = exchange
+        self._routes = routes
+        self._last = _last_gradients(actions, linked)
+        self._held: dict[tuple[int, int], _Held] = {}
+        self._split: dict[tuple[int, int], SplitBackward] = {}
+
+    def run(self, step: Step) -> list[Leaves]:
+        """Run all actions; the outputs that are made on this rank, by microbatch."""
+        step.results = [{} for _ in step.samples]
+        for index, action in enumerate(self._actions):
+            self._exchange.post_ahead(action)
+            self._runner.enter(action.stage, action.microbatch)
+            if action.kind is ActionKind.FORWARD:
+                self._forward(action, step)
+                continue
+            assert step.reducer is not None, "a schedule for inference has forward actions only"
+            # An asynchronous reducer starts to sum when a stage's gradients are complete.
+            with nullcontext() if index in self._last else step.reducer.no_sync():
+                if action.kind is ActionKind.BACKWARD:
+                    self._backward(action, step)
+                elif action.kind is ActionKind.INPUT_GRADIENT:
+                    self._input_gradients(action, step)
+                else:
+                    self._weight_gradients(action)
+        self._exchange.finish()
+        assert not self._held and not self._split, "a schedule for training has a backward for each forward"
+        return step.results
+
+    def _forward(self, action: ScheduleAction, step: Step) -> None:
+        segment, microbatch = self._segments[action.stage], action.microbatch
+        trains = step.reducer is not None and not step.dummies[microbatch]
+        received = [
+            (transfer, self._exchange.receive(arrival, transfer).detach().requires_grad_(trains and transfer.differentiable))
+            for arrival, transfer in self._routes.needs(action)
+        ]
+        arguments = [*(step.samples[microbatch][path] for path in segment.reads), *(x for _, x in received)]
+        with torch.set_grad_enabled(trains):
+            values = self._runner.run_stage(action.stage, microbatch, arguments)
+        assert len(values) == len(segment.sends) + len(segment.outputs), f"stage {action.stage} returns {len(values)} values"
+        sent = list(zip(segment.sends, values, strict=False))
+        outputs = dict(zip(segment.outputs, values[len(sent) :], strict=True))
+        # In the order of the channel.
+        for transfer, x in sorted(sent, key=lambda item: (item[0].stage, item[0].name)):
+            self._exchange.send(action, transfer, x)
+        step.results[microbatch].update((path, x.detach()) for path, x in outputs.items())
+        if trains:
+            self._held[action.stage, microbatch] = _Held(
+                [(transfer, x) for transfer, x in received if transfer.differentiable],
+                [(t, get_gradient_edge(x) if x.requires_grad else None) for t, x in sent if t.differentiable],
+                outputs.get(step.loss_path),
+            )
+            self.in_flight.hold(action.stage)
+
+    def _backward(self, action: ScheduleAction, step: Step) -> None:
+        held, roots = self._roots(action, step)
+        if roots:
+            torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
+        self._send_gradients(action, held, [x.grad for _, x in held.inputs])
+        self.in_flight.release(action.stage)
+
+    def _input_gradients(self, action: ScheduleAction, step: Step) -> None:
+        held, roots = self._roots(action, step)
+        split = self._split[action.stage, action.microbatch] = SplitBackward(roots, [x for _, x in held.inputs])
+        self._send_gradients(action, held, split.input_gradients())
+
+    def _weight_gradients(self, action: ScheduleAction) -> None:
+        self._split.pop((action.stage, action.microbatch)).accumulate()
+        self.in_flight.release(action.stage)
+
+    def _roots(self, action: ScheduleAction, step: Step) -> tuple[_Held, list[tuple[GradientEdge, Tensor]]]:
+        """What the forward left, and where gradients come into its graph."""
+        held = self._held.pop((action.stage, action.microbatch))
+        roots = []
+        edges = {(transfer.name, transfer.stage): edge for transfer, edge in held.sent}
+        for arrival, transfer in self._routes.needs(action):
+            grad = self._exchange.receive(arrival, transfer)
+            edge = edges[transfer.name, transfer.stage]
+            if edge is not None:
+                roots.append((edge, grad))
+        if held.loss is not None:
+            with torch.enable_grad():
+                loss = step.scaled(held.loss)
+            roots.append((get_gradient_edge(loss), torch.ones_like(loss)))
+        return held, roots
+
+    def _send_gradients(self, action: ScheduleAction, held: _Held, gradients: Sequence[Tensor | None]) -> None:
+        sent = zip(held.inputs, gradients, strict=True)
+        for (transfer, x), grad in sorted(sent, key=lambda item: (item[0][0].stage, item[0][0].name)):
+            self._exchange.send(action, transfer, torch.zeros_like(x) if grad is None else grad)
+
+
+def _last_gradients(actions: Sequence[ScheduleAction], linked: Sequence[tuple[int, int]]) -> set[int]:
+    """The actions that complete the gradients of their stage, by position.
+
+    The earlier one of two linked stages is not among them: the other one still adds to gradients of its own.
+    """
+    last = {
+        action.stage: index
+        for index, action in enumerate(actions)
+        if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
+    }
+    early = {min(pair, key=lambda stage: last.get(stage, -1)) for pair in linked}
+    return {index for stage, index in last.items() if stage not in early}

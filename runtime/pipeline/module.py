@@ -1,0 +1,345 @@
+"""The base of generated classes of pipelined modules: one rank's stages, and the order in which it runs them.
+
+A generated class looks like this (rank 2 of 4, two stages of tp=2):
+
+    class GPT2LMHeadModel(PipelineModule):
+        stages = (
+            Stage(Mesh((("tp", 2),)), (0, 1)),
+            Stage(Mesh((("tp", 2),)), (2, 3)),
+        )
+        rank = 2                                             # its number in the unit
+        inputs = {"input_ids": ("[4, 8]", torch.int64), "labels": ("[4, 8]", torch.int64)}
+        num_microbatches = 4
+        schedule = "1f1b"
+        actions = {
+            "train": "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3",
+            "infer": "1F0 1F1 1F2 1F3",
+        }
+        segments = {1: Segment(...)}                         # see shardwright.runtime.pipeline.segment
+        output_stages = {"loss": (1, (), torch.float32), "logits": (1, (4, 8, 32), torch.float32)}
+        shared = {"transformer.wte.weight": (0, 1)}
+
+        def declare(self):
+            self.parameter("transformer.wte.weight", "[32/tp, 16]", torch.float32, aliases=("lm_head.weight",), stage=1)
+            ...
+
+        def stage1(self, labels, hidden):                    # reads, then receives
+            tp = self.axis("tp")
+            ...
+            return (loss, logits)                            # sends, then outputs
+
+        def output(self, leaves):
+            return CausalLMOutput(loss=leaves["loss"], logits=leaves["logits"])
+
+Gradients that flow between stages are those of one sample; see :mod:`shardwright.runtime.end2end` for steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from shardwright.runtime.checksum import checksum
+from shardwright.runtime.communicator import Communicator
+from shardwright.runtime.declarations import Declaration
+from shardwright.runtime.end2end import (
+    ScaleFunction,
+    arguments_of,
+    check_dummies,
+    check_samples,
+    checked_loss,
+    reducer_of,
+    scaled,
+)
+from shardwright.runtime.errors import CheckpointError, InputError, UsageError
+from shardwright.runtime.gradnorm import counts_here
+from shardwright.runtime.groups import UNITS, AxisGroup, RankMesh
+from shardwright.runtime.inputs import InputTable
+from shardwright.runtime.layout import Mesh
+from shardwright.runtime.messages import STAGES, Messages
+from shardwright.runtime.module import ParallelModule
+from shardwright.runtime.pipeline.executor import Executor, InFlight, Leaves, Step
+from shardwright.runtime.pipeline.segment import Segment, Stage
+from shardwright.runtime.pipeline.transfers import Exchange, Routes
+from shardwright.runtime.schedule import ActionKind, ScheduleAction, parse_actions
+from shardwright.runtime.structure import flatten
+from shardwright.runtime.world import World
+
+
+class PipelineModule(ParallelModule):
+    """One rank's stages of a pipelined module. It is called by ``train_step`` and ``infer_step``.
+
+    Set by the generated class: ``stages``, ``segments`` (those of this rank, by stage), ``actions`` (of this rank, as text),
+    ``num_microbatches``, ``schedule`` (its name), ``output_stages`` (by path of the result, the stage that makes it, and its
+    shape and dtype; the first is the loss) and ``shared`` (parameters that several stages hold, with these stages; their
+    meshes and layouts are equal). ``inputs`` are the leaves of one sample.
+
+    ``in_flight``: how many microbatches held activations in the last step.
+
+    ``named_parameters``, ``state_dict`` and optimizers see the tensors of this rank's stages.
+    """
+
+    stages: ClassVar[tuple[Stage, ...]]
+    segments: ClassVar[Mapping[int, Segment]]
+    actions: ClassVar[Mapping[str, str]]
+    num_microbatches: ClassVar[int]
+    schedule: ClassVar[str]
+    output_stages: ClassVar[Mapping[str, tuple[int, tuple[int, ...], torch.dtype]]]
+    end2end: ClassVar[bool] = True
+
+    in_flight: InFlight
+    _stage_ranks: tuple[RankMesh, ...]
+    _running: int
+    _base_microbatch: int
+    _routes: Routes
+    _messages: Messages
+    _parsed: dict[str, dict[int, tuple[ScheduleAction, ...]]]
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if "stages" in cls.__dict__:
+            cls.mesh = Mesh((("rank", 1 + max(rank for stage in cls.stages for rank in stage.ranks)),))
+
+    def __init__(self, init_params: bool = True) -> None:
+        super().__init__(init_params)
+        self.in_flight = InFlight(list(self.segments))
+        self._running = min(self.segments)
+        self._base_microbatch = 0
+        self._routes = Routes(self.rank, self.segments)
+        self._connect()
+
+    def _make_groups(self, world: World) -> None:
+        super()._make_groups(world)
+        made: dict[Stage, RankMesh] = {}
+        for stage in self.stages:  # on all ranks in this order: groups are made by all of them
+            assert list(stage.ranks) == sorted(stage.ranks), f"the ranks of {stage} are not ascending"
+            if stage not in made:
+                made[stage] = RankMesh(stage.mesh, world, stage.ranks, self.mesh.size)
+        self._stage_ranks = tuple(made[stage] for stage in self.stages)
+
+    def _connect(self) -> None:
+        """Learn what the peers of this rank do, and connect to them. Collective."""
+        world = self.ranks.world
+        mine = {"actions": dict(self.actions), "receivers": sorted(self._routes.receivers)}
+        everyone = world.all_gather_object(mine)
+        channels = []
+        for sender, other in enumerate(everyone):
+            first = sender - sender % self.mesh.size
+            channels += [(sender, first + receiver) for receiver in other["receivers"]]
+        self._messages = world.connect(channels)
+        self._parsed = {
+            mode: {
+                rank: tuple(
+                    action for action in parse_actions(everyone[self._to_world(rank)]["actions"][mode]) if action.is_compute
+                )
+                for rank in sorted({self.rank, *self._routes.senders})
+            }
+            for mode in self.actions
+        }
+
+    def _to_world(self, rank: int) -> int:
+        return self.ranks.unit * self.mesh.size + rank
+
+    # What generated code calls
+
+    def axis(self, name: str, stage: int | None = None) -> AxisGroup:
+        """The ranks of a stage that differ from this one along a mesh axis only; by default of the stage that runs."""
+        return self._stage_ranks[self._running if stage is None else stage].axis(name)
+
+    def output(self, leaves: Mapping[str, Any]) -> Any:
+        """The result of the whole module from its leaves by path. Defined by the generated class."""
+        raise NotImplementedError(f"{type(self).__name__} is no generated class: it does not build its result")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a pipeline runs whole steps."""
+        self.check_inputs({})
+        raise AssertionError("check_inputs refuses calls of an end-to-end module")
+
+    # What the executor calls
+
+    def enter(self, stage: int, microbatch: int) -> None:
+        """From now on compute for this stage and microbatch: random numbers and mesh axes are theirs."""
+        ranks = self._stage_ranks[stage]
+        self._running = stage
+        self.rng.mesh, self.rng.coords = ranks.mesh, dict(ranks.coords)
+        # Counted from 1, as ParallelModule.check_inputs does.
+        self.rng.microbatch = self._base_microbatch + (microbatch + 1 if self.training else 0)
+
+    def run_stage(self, stage: int, microbatch: int, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The forward of one stage."""
+        values: tuple[Tensor, ...] = getattr(self, f"stage{stage}")(*arguments)
+        return values
+
+    # Steps
+
+    def train_step(
+        self, samples: Sequence[Any], is_dummy_batch: Sequence[bool] | None = None, scale_fn: ScaleFunction | None = None
+    ) -> list[Any]:
+        """See :meth:`ParallelModule.train_step`. There are ``num_microbatches`` samples; ranks that read nothing may pass
+        ``None`` for each. All ranks of the unit get all results.
+        """
+        owner = type(self).__name__
+        if "train" not in self.actions:
+            raise UsageError(
+                f"{owner} has no schedule for training", hint="compile it without inference_only, or call infer_step"
+            )
+        check_samples(f"{owner}.train_step", samples, self.num_microbatches)
+        dummies = check_dummies(f"{owner}.train_step", is_dummy_batch, len(samples))
+        loss_path = self._checked_loss_path()
+        leaves = self._read(samples, "train_step")
+        self._check_requires_grad()
+        reducer = reducer_of(self)
+        reducer.clear()
+        step = Step(leaves, dummies, loss_path, lambda loss: scaled(owner, loss, scale_fn), reducer)
+        results = self._run("train", step)
+        reducer.sync()
+        return results
+
+    def infer_step(self, samples: Sequence[Any]) -> list[Any]:
+        """See :meth:`ParallelModule.infer_step`, and :meth:`train_step` for samples and results."""
+        check_samples(f"{type(self).__name__}.infer_step", samples, self.num_microbatches)
+        leaves = self._read(samples, "infer_step")
+        return self._run("infer", Step(leaves, [True] * len(samples)))
+
+    def _run(self, mode: str, step: Step) -> list[Any]:
+        actions = {
+            rank: [action for action in listed if action.kind is ActionKind.FORWARD or not step.dummies[action.microbatch]]
+            for rank, listed in self._parsed[mode].items()
+        }
+        exchange = Exchange(self._routes, actions, self._messages, self._to_world, self.device)
+        executor = Executor(self, self.segments, actions[self.rank], exchange, self._routes, self._linked())
+        self.in_flight = executor.in_flight
+        self._base_microbatch = self.rng.microbatch
+        made = executor.run(step)
+        self.rng.microbatch = self._base_microbatch + (len(step.samples) if self.training else 0)
+        return [self.output(_Result(leaves)) for leaves in self._delivered(made)]
+
+    def _checked_loss_path(self) -> str:
+        path, (_, shape, dtype) = next(iter(self.output_stages.items()))
+        checked_loss(type(self).__name__, torch.empty(shape, dtype=dtype, device="meta"))
+        return path
+
+    def _linked(self) -> list[tuple[int, int]]:
+        """Pairs of stages of this rank that hold a parameter in common."""
+        pairs: list[tuple[int, int]] = []
+        for stages in self.shared.values():
+            own = [stage for stage in stages if stage in self.segments]
+            pairs += list(itertools.combinations(own, 2))
+        return pairs
+
+    # Samples and results
+
+    def _read(self, samples: Sequence[Any], method: str) -> list[Leaves]:
+        """The tensors of each sample that this rank was given, checked. It must be given those that its stages read."""
+        needed = {path for segment in self.segments.values() for path in segment.reads}
+        given = [{} if sample is None else arguments_of(sample, self.inputs) for sample in samples]
+        checked = []
+        for arguments in given:
+            present = flatten(arguments)
+            table = {path: expected for path, expected in self.inputs.items() if path in needed or path in present}
+            checked.append(InputTable(type(self).__name__, table, method).check(arguments, {}))
+        if not self._inputs_compared:
+            self._inputs_compared = True
+            self._compare_samples(checked, method)
+        return [{path: x.to(self.device) for path, x in tensors.items() if path in needed} for tensors in checked]
+
+    def _compare_samples(self, samples: Sequence[Leaves], method: str) -> None:
+        """Refuse samples of which ranks of a unit were given different versions. Collective."""
+        sums = [{path: int(checksum(x)) for path, x in tensors.items()} for tensors in samples]
+        everyone = self.ranks.world.all_gather_object(sums)
+        units = [range(first, first + self.mesh.size) for first in range(0, len(everyone), self.mesh.size)]
+        for unit, microbatch, path in itertools.product(units, range(len(samples)), self.inputs):
+            alike: dict[int, list[int]] = {}
+            for rank in unit:
+                if path in everyone[rank][microbatch]:
+                    alike.setdefault(everyone[rank][microbatch][path], []).append(rank)
+            if len(alike) > 1:
+                raise InputError(
+                    f"{type(self).__name__}.{method}: {path!r} of sample {microbatch} differs between the ranks of a unit",
+                    why="these ranks agree with each other: " + "; ".join(", ".join(map(str, r)) for r in alike.values()),
+                    hint=f"give the {self.mesh.size} ranks of a unit the same samples: shard the data over "
+                    f"{self.ranks.num_units} unit(s), by rank // {self.mesh.size}",
+                )
+
+    def _delivered(self, made: Sequence[Leaves]) -> list[Leaves]:
+        """All outputs on all ranks of the unit, from the first rank of the stage that makes each."""
+        if self.mesh.size == 1:
+            return list(made)
+        delivered: list[Leaves] = [{} for _ in made]
+        for path, (stage, shape, dtype) in self.output_stages.items():
+            source = self.stages[stage].ranks[0]
+            if source == self.rank:
+                stacked = torch.stack([leaves[path] for leaves in made])
+            else:
+                stacked = torch.empty((len(made), *shape), dtype=dtype, device=self.device)
+            for leaves, x in zip(delivered, self._unit.broadcast(stacked, source, phase="forward").unbind(), strict=True):
+                leaves[path] = x
+        return delivered
+
+    # For the reducer, optimizers and checkpoints
+
+    def ranks_of(self, declaration: Declaration) -> RankMesh:
+        """See :meth:`CompiledModule.ranks_of`."""
+        return self._stage_ranks[min(self.segments) if declaration.stage is None else declaration.stage]
+
+    def gradient_groups(self) -> dict[str, Communicator]:
+        """See :meth:`CompiledModule.gradient_groups`."""
+        wanted: dict[str, tuple[tuple[int, ...], str]] = {}
+        for declaration, _ in self.trained_parameters():
+            home, axes = self.ranks_of(declaration), declaration.layout.grad_partial
+            holders = [self._stage_ranks[stage] for stage in self.shared.get(declaration.name, ())] or [home]
+            assert all(ranks.mesh == home.mesh for ranks in holders), f"{declaration.name} is shared by unequal meshes"
+            members = [rank for ranks in holders for rank in ranks.alike(home.coords, axes)]
+            label = "+".join([*axes, *([STAGES] if len(holders) > 1 else []), UNITS])
+            wanted[declaration.name] = (self.ranks.world_ranks(members), label)
+        # Ranks hold different parameters, but all of them make all groups, in one order.
+        world = self.ranks.world
+        listed = world.all_gather_object(sorted({ranks for ranks, _ in wanted.values()}))
+        for group in sorted({tuple(ranks) for of_rank in listed for ranks in of_rank}):
+            world.group(group, UNITS)
+        groups = {}
+        for name, (group, label) in wanted.items():
+            communicator = world.group(group, label)
+            assert communicator is not None, f"rank {world.rank} holds {name} and is not in its group {group}"
+            groups[name] = communicator
+        return groups
+
+    def is_counted(self, declaration: Declaration) -> bool:
+        """See :meth:`CompiledModule.is_counted`. Of stages that share a parameter, the first one counts it."""
+        stages = self.shared.get(declaration.name)
+        return counts_here(declaration.layout, self._stage_ranks[stages[0]] if stages else self.ranks_of(declaration))
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """See :meth:`ParallelModule.get_extra_state`; also the stages, with their meshes and ranks, and where tensors are."""
+        stages = [[[list(axis) for axis in stage.mesh.axes], list(stage.ranks)] for stage in self.stages]
+        return {**super().get_extra_state(), "stages": stages}
+
+    def set_extra_state(self, state: Any) -> None:
+        """See :meth:`ParallelModule.set_extra_state`."""
+        mine = self.get_extra_state()["stages"]
+        if state.get("stages") != mine:
+            raise CheckpointError(
+                f"the state dict of {type(self).__name__} is of other pipeline stages",
+                why=f"it was saved with stages (mesh, ranks) {state.get('stages')}, here they are {mine}",
+                hint="load it where it was saved, or merge the state dicts of all ranks and load the merged one",
+            )
+        super().set_extra_state(state)
+
+    def extra_repr(self) -> str:
+        """The stages, and which of them this rank runs."""
+        own = ", ".join(map(str, self.segments))
+        return (
+            f"stage {own} of {len(self.stages)}; {self.schedule}, {self.num_microbatches} microbatches; "
+            f"rank {self.rank}; unit {self.ranks.unit} of {self.ranks.num_units}"
+        )
+
+
+class _Result(dict[str, Tensor]):
+    """Leaves of a result; those that were not asked for are ``None``."""
+
+    def __missing__(self, path: str) -> None:
+        return None

@@ -1,0 +1,247 @@
+"""What crosses between stages in one step: receives posted ahead, sends under way, hand-overs between stages of one rank.
+
+Messages from one rank to another are one channel (see :mod:`shardwright.runtime.messages`). The sender sends what an action
+made right after it, in the order of ``(receiving stage, name, box)``. A receiver knows the actions of its peers, so it posts
+the receives of each channel in the order in which its peer sends, as far ahead as :data:`AHEAD` says, and further where a
+message it needs comes after others of the channel.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwright.runtime.communicator import Work
+from shardwright.runtime.counters import Phase
+from shardwright.runtime.messages import Messages, Sending
+from shardwright.runtime.pipeline.segment import Box, Segment, Transfer, box_shape, part
+from shardwright.runtime.schedule import ActionKind, Payload, ScheduleAction
+
+AHEAD = 2
+"""Receives are posted for the action that runs and for so many later ones that receive something: messages travel while what
+came before them is used."""
+
+PAYLOADS: Mapping[ActionKind, Payload] = {
+    ActionKind.FORWARD: "activations",
+    ActionKind.BACKWARD: "gradients",
+    ActionKind.INPUT_GRADIENT: "gradients",
+}
+"""What an action receives and sends."""
+
+
+class Arrival(NamedTuple):
+    """A local tensor that one action needs: which stage uses it, and what is in it."""
+
+    payload: Payload
+    stage: int
+    peer: int  # the stage it comes from
+    name: str
+    microbatch: int
+
+
+class _Piece(NamedTuple):
+    """A part of a local tensor that comes from, or goes to, another rank."""
+
+    transfer: Transfer
+    stage: int  # of this rank
+    box: Box
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """A local tensor that is being received: its parts under way, with a buffer of their own where they need one."""
+
+    tensor: Tensor
+    parts: list[tuple[Work, Tensor | None, Box]] = field(default_factory=list)
+
+
+class Routes:
+    """Which parts of which tensors this rank exchanges with whom, in the order of the channels."""
+
+    def __init__(self, rank: int, segments: Mapping[int, Segment]) -> None:
+        self.rank = rank
+        self.segments = segments
+        incoming: dict[tuple[int, Payload, int], list[_Piece]] = {}
+        for stage, segment in segments.items():
+            for transfer in segment.receives:
+                for peer, box in transfer.pieces:
+                    incoming.setdefault((peer, "activations", transfer.stage), []).append(_Piece(transfer, stage, box))
+            for transfer in segment.sends:
+                for peer, box in transfer.grad_pieces if transfer.differentiable else ():
+                    incoming.setdefault((peer, "gradients", transfer.stage), []).append(_Piece(transfer, stage, box))
+        # By peer, payload and sending stage, in the order in which the peer sends.
+        self._incoming = {
+            key: sorted((piece for piece in pieces if _is_there(piece.box)), key=lambda p: (p.stage, p.transfer.name, p.box))
+            for key, pieces in incoming.items()
+            if key[0] != rank
+        }
+
+    @property
+    def senders(self) -> set[int]:
+        """The unit ranks that send to this one."""
+        return {peer for peer, _, _ in self._incoming}
+
+    @property
+    def receivers(self) -> set[int]:
+        """The unit ranks that this one sends to."""
+        pieces = [
+            *(item for s in self.segments.values() for t in s.sends for item in t.pieces),
+            *(item for s in self.segments.values() for t in s.receives if t.differentiable for item in t.grad_pieces),
+        ]
+        return {peer for peer, box in pieces if _is_there(box)} - {self.rank}
+
+    def channel(self, peer: int, actions: Sequence[ScheduleAction]) -> deque[tuple[Arrival, _Piece]]:
+        """All that comes from a peer that runs these actions, in order."""
+        found: deque[tuple[Arrival, _Piece]] = deque()
+        for action in actions:
+            payload = PAYLOADS.get(action.kind)
+            if payload is not None:
+                for piece in self._incoming.get((peer, payload, action.stage), ()):
+                    arrival = Arrival(payload, piece.stage, action.stage, piece.transfer.name, action.microbatch)
+                    found.append((arrival, piece))
+        return found
+
+    def needs(self, action: ScheduleAction) -> list[tuple[Arrival, Transfer]]:
+        """What an action of this rank receives."""
+        payload = PAYLOADS.get(action.kind)
+        if payload is None:
+            return []
+        segment = self.segments[action.stage]
+        transfers = segment.receives if payload == "activations" else [t for t in segment.sends if t.differentiable]
+        return [(Arrival(payload, action.stage, t.stage, t.name, action.microbatch), t) for t in transfers]
+
+
+class Exchange:
+    """All transfers of one rank in one step.
+
+    ``actions``: what each unit rank that takes part does, without what is left out in this step. ``to_world``: the rank of
+    the world that is a unit rank here.
+    """
+
+    def __init__(
+        self,
+        routes: Routes,
+        actions: Mapping[int, Sequence[ScheduleAction]],
+        messages: Messages,
+        to_world: Callable[[int], int],
+        device: torch.device,
+    ) -> None:
+        self._routes = routes
+        self._messages = messages
+        self._to_world = to_world
+        self._device = device
+        self._channels = {peer: routes.channel(peer, actions[peer]) for peer in sorted(routes.senders)}
+        self._buffers: dict[Arrival, _Buffer] = {}
+        self._posted: dict[tuple[int, Arrival], int] = {}
+        self._local: dict[Arrival, list[Tensor]] = {}
+        self._sending: deque[Sending] = deque()
+        self._waiting: dict[tuple[Payload, int, int], ScheduleAction] = {}  # own actions by what they receive
+        self._to_post: deque[list[tuple[Arrival, Transfer]]] = deque()
+        self._num_ahead = 0  # actions of which the receives are posted and that have not run
+        for action in actions[routes.rank]:
+            needed = routes.needs(action)
+            if needed:
+                self._waiting[needed[0][0].payload, action.stage, action.microbatch] = action
+                self._to_post.append(needed)
+
+    def post_ahead(self, action: ScheduleAction) -> None:
+        """Post the receives of ``action``, which runs now, and of those to come that are near enough."""
+        while self._sending and self._sending[0].is_completed():
+            self._sending.popleft()
+        needed = self._routes.needs(action)
+        while self._to_post and self._num_ahead < AHEAD + bool(needed):
+            for arrival, transfer in self._to_post.popleft():
+                self._post(arrival, transfer)
+            self._num_ahead += 1
+        self._num_ahead -= bool(needed)
+
+    def receive(self, arrival: Arrival, transfer: Transfer) -> Tensor:
+        """Wait for a local tensor of ``transfer``. It is new, or a view of what another stage of this rank made."""
+        pieces = _remote_and_local(arrival, transfer, self._routes.rank)
+        local = self._local.pop(arrival, [])
+        assert len(local) == len(pieces.local), f"{arrival} is used before it is made"
+        if pieces.local and box_shape(pieces.local[0]) == transfer.shape:
+            return local[0]
+        buffer = self._buffers.pop(arrival, None)
+        if buffer is None:
+            buffer = _Buffer(torch.empty(transfer.shape, dtype=transfer.dtype, device=self._device))
+        for work, received, box in buffer.parts:
+            work.wait()
+            if received is not None:
+                part(buffer.tensor, box).copy_(received)
+        for box, x in zip(pieces.local, local, strict=True):
+            part(buffer.tensor, box).copy_(x)
+        return buffer.tensor
+
+    def send(self, action: ScheduleAction, transfer: Transfer, x: Tensor) -> None:
+        """Start to send this rank's tensor of ``transfer`` to all ranks that need a part of it."""
+        payload = PAYLOADS[action.kind]
+        x = x.detach()
+        assert x.shape == transfer.shape and x.dtype == transfer.dtype, (
+            f"{transfer.name!r} of {action} is {x.dtype}{list(x.shape)}, not {transfer.dtype}{list(transfer.shape)}"
+        )
+        pieces = transfer.pieces if payload == "activations" else transfer.grad_pieces
+        title = repr(transfer.name) if payload == "activations" else f"the gradient of {transfer.name!r}"
+        for peer, box in sorted(pieces, key=lambda piece: piece[1]):
+            if peer == self._routes.rank:
+                arrival = Arrival(payload, transfer.stage, action.stage, transfer.name, action.microbatch)
+                self._local.setdefault(arrival, []).append(part(x, box))
+            elif _is_there(box):
+                what = f"{title} of {action}"
+                self._sending.append(self._messages.send(part(x, box), self._to_world(peer), what, phase=_phase(payload)))
+
+    def finish(self) -> None:
+        """Wait until all that was sent may be freed."""
+        while self._sending:
+            self._sending.popleft().wait()
+
+    def _post(self, arrival: Arrival, transfer: Transfer) -> None:
+        """Post the receives of one tensor, and of what its senders send before."""
+        missing: dict[int, int] = {}
+        for peer, _ in _remote_and_local(arrival, transfer, self._routes.rank).remote:
+            missing[peer] = missing.get(peer, 0) + 1
+        for peer, count in missing.items():
+            while self._posted.get((peer, arrival), 0) < count:
+                assert self._channels[peer], f"rank {peer} does not send {arrival}"
+                self._post_next(peer)
+            del self._posted[peer, arrival]
+
+    def _post_next(self, peer: int) -> None:
+        arrival, (transfer, _, box) = self._channels[peer].popleft()
+        buffer = self._buffers.get(arrival)
+        if buffer is None:
+            buffer = _Buffer(torch.empty(transfer.shape, dtype=transfer.dtype, device=self._device))
+            self._buffers[arrival] = buffer
+        target = part(buffer.tensor, box)
+        staging = None if target.is_contiguous() else torch.empty(box_shape(box), dtype=transfer.dtype, device=self._device)
+        title = repr(arrival.name) if arrival.payload == "activations" else f"the gradient of {arrival.name!r}"
+        what = f"{self._waiting[arrival.payload, arrival.stage, arrival.microbatch]} for {title}"
+        received = target if staging is None else staging
+        work = self._messages.receive_(received, self._to_world(peer), what, phase=_phase(arrival.payload))
+        buffer.parts.append((work, staging, box))
+        self._posted[peer, arrival] = self._posted.get((peer, arrival), 0) + 1
+
+
+class _Pieces(NamedTuple):
+    remote: list[tuple[int, Box]]
+    local: list[Box]
+
+
+def _remote_and_local(arrival: Arrival, transfer: Transfer, rank: int) -> _Pieces:
+    """Where the parts of an incoming tensor come from, in the order in which they are sent."""
+    pieces = sorted(transfer.pieces if arrival.payload == "activations" else transfer.grad_pieces, key=lambda piece: piece[1])
+    remote = [(peer, box) for peer, box in pieces if peer != rank and _is_there(box)]
+    return _Pieces(remote, [box for peer, box in pieces if peer == rank])
+
+
+def _is_there(box: Box) -> bool:
+    return all(stop > start for start, stop in box)
+
+
+def _phase(payload: Payload) -> Phase:
+    return "forward" if payload == "activations" else "backward"

@@ -105,7 +105,7 @@ def _train_rank(
     held.parameters = {name: p.detach().clone() for name, p in module.named_parameters()}
     held.buffers = {name: b.clone() for name, b in module.named_buffers()}
     for declaration in module.declarations:
-        layout, ranks = declaration.layout, module.ranks
+        layout, ranks = declaration.layout, module.ranks_of(declaration)
         held.spans[declaration.name] = tuple(layout.runs(d, ranks.mesh, ranks.coords) for d in range(len(layout.dims)))
     return held
 

@@ -1,0 +1,256 @@
+"""A right program is accepted; changed in any way that would give wrong numbers it is refused."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import plans
+import pytest
+import torch
+import zoo
+
+from shardwright.compiler.ir.graph import Tree
+from shardwright.compiler.passes.verify_program import TABLE, verify_program
+from shardwright.compiler.plan.conversion import CutSizes
+from shardwright.compiler.plan.program import Adapt, Compute, Program
+from shardwright.runtime.errors import InternalError
+from shardwright.runtime.layout import Layout
+
+
+@functools.cache
+def program_of(name: str = "gpt2", policy: str = "tp") -> Program:
+    entry = zoo.get(name)
+    program = plans.compile_with(plans.traced(entry.build(), entry.inputs()), policy, 2).program
+    assert isinstance(program, Program)
+    return program
+
+
+def refused(program: Program, match: str) -> None:
+    with pytest.raises(InternalError, match=match):
+        verify_program(program)
+
+
+def first(program: Program, kind: str) -> Adapt:
+    return next(a for a in program.adapters() if a.step.kind == kind)
+
+
+def swapped(program: Program, old: object, *new: object) -> Program:
+    """The program with one instruction replaced by others."""
+    body = tuple(item for i in program.body for item in (new if i is old else (i,)))
+    return replace(program, body=body)
+
+
+def with_step(program: Program, adapter: Adapt, **changes: object) -> Program:
+    return swapped(program, adapter, replace(adapter, step=replace(adapter.step, **changes)))
+
+
+def compute(program: Program, path: str, target: str) -> Compute:
+    return next(
+        i for i in program.body if isinstance(i, Compute) and i.original.module_path == path and i.original.target == target
+    )
+
+
+@pytest.mark.parametrize("policy", ["tp", "data"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet"])
+def test_programs_of_policies_hold(name: str, policy: str) -> None:
+    verify_program(program_of(name, policy))
+
+
+WRONG_BACKWARDS = {
+    "all_gather": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "keep_one": "keep_one",
+    "grad_all_reduce": "all_reduce",
+}
+
+
+@pytest.mark.parametrize(("kind", "backward"), WRONG_BACKWARDS.items())
+def test_a_wrong_backward(kind: str, backward: str) -> None:
+    program = program_of()
+    refused(with_step(program, first(program, kind), backward=backward), f"adapter {kind} of .* goes from")
+
+
+def test_every_entry_of_the_table_is_told_from_every_other() -> None:
+    """No two kinds of adapter, and no two backwards of one kind, go between the same placements with the same backward."""
+    assert len(set(TABLE.values())) == len(TABLE) == 13
+    assert {(a, b) for a in "SRPG" for b in "SRPG" if a != b} - set(TABLE.values()) == set()
+
+
+def test_another_kind_of_adapter() -> None:
+    program = program_of()
+    adapter = first(program, "all_reduce")
+    refused(with_step(program, adapter, kind="keep_one", backward="identity"), "adapter keep_one .* goes from P to R on tp")
+
+
+def test_a_missing_adapter() -> None:
+    """Leaving out an all-reduce, or the adapter that sums a gradient, whoever reads on."""
+    for kind in ("all_reduce", "grad_all_reduce", "keep_one"):
+        program = program_of()
+        adapter = first(program, kind)
+
+        def read_unadapted(value, adapter=adapter):
+            return adapter.value if value == adapter.result else value
+
+        without = swapped(program, adapter)
+        body = tuple(replace(i, op=i.op.map_args(read_unadapted)) if isinstance(i, Compute) else i for i in without.body)
+        refused(replace(without, body=body), f"needs {adapter.of.name} as .* and gets")
+
+
+def test_an_adapter_that_changes_nothing_or_something_else() -> None:
+    program = program_of()
+    adapter = first(program, "all_reduce")
+    refused(with_step(program, adapter, after=adapter.step.before), "goes from P to P")
+    refused(with_step(program, adapter, before=adapter.step.after), "expects .* and gets .* P.tp.")
+
+
+def test_a_wrong_axis() -> None:
+    program = two_axes()
+    adapter = first(program, "all_reduce")
+    other = "dp" if adapter.step.axis == "tp" else "tp"
+    refused(with_step(program, adapter, axis=other), "goes from|changes")
+
+
+@functools.cache
+def two_axes() -> Program:
+    entry = zoo.get("mlp")
+
+    def policy(graph, config):
+        b = graph.builder(mesh={"dp": 2, "tp": 2}).split("batch", "dp")
+        return b.partition("up", "n", "tp").partition("hidden", "hidden", "tp").build()
+
+    graph = plans.traced(entry.build(), entry.inputs())
+    program = plans.compile_with(graph, policy, 4).program
+    assert isinstance(program, Program)
+    return program
+
+
+def test_two_axes_hold() -> None:
+    verify_program(two_axes())
+
+
+def test_an_adapter_that_touches_two_axes() -> None:
+    program = two_axes()
+    adapter = next(a for a in program.adapters() if a.step.after.cut_axes)
+    stripped = Layout.whole(adapter.step.after.shape)
+    refused(with_step(program, adapter, after=stripped), "changes|goes from|needs")
+
+
+def test_a_wrong_strategy() -> None:
+    program = program_of()
+    product = compute(program, "transformer.h.0.mlp.c_fc", "addmm")
+    for assignment, match in (
+        ({"tp": "R"}, "as .* and gets"),
+        ({"tp": "G"}, "as .* and gets"),
+        ({}, "as .* and gets"),
+        ({"tp": "split:nope"}, "cannot follow"),
+        ({"tp": "linear:9"}, "cannot follow"),
+    ):
+        refused(swapped(program, product, replace(product, assignment=assignment)), match)
+
+
+def test_a_layout_of_a_result_that_the_strategy_does_not_give() -> None:
+    program = program_of()
+    product = compute(program, "transformer.h.0.mlp.c_fc", "addmm")
+    whole = (Layout.whole(product.original.results[0].shape),)
+    refused(swapped(program, product, replace(product, layouts=whole)), r"gives \[32, 64/tp\], not \[32, 64\]")
+
+
+def test_use_before_definition() -> None:
+    program = program_of()
+    body = list(program.body)
+    position = next(
+        i for i, item in enumerate(body) if isinstance(item, Compute) and item.original.module_path == "transformer.ln_f"
+    )
+    body[position], body[position + 1] = body[position + 1], body[position]
+    refused(replace(program, body=tuple(body)), "is used before it is made")
+
+
+def test_operators_left_out_or_doubled() -> None:
+    program = program_of()
+    last = next(i for i in reversed(program.body) if isinstance(i, Compute))
+    refused(swapped(program, last), "used before it is made|every operator of the graph once")
+    refused(swapped(program, last, last, last), "is made twice")
+
+
+def test_a_version_of_another_value() -> None:
+    """Two weights of one shape and layout, exchanged: every layout is right, every number wrong."""
+    program = program_of()
+    norm = compute(program, "transformer.h.0.ln_1", "layer_norm")
+    weight, bias = norm.op.arg("weight"), norm.op.arg("bias")
+    exchanged = replace(norm, op=norm.op.with_args(weight=bias, bias=weight))
+    refused(swapped(program, norm, exchanged), "transformer_h_0_ln_1 needs .*weight and gets .*bias")
+    adapter = first(program, "all_reduce")
+    refused(swapped(program, adapter, replace(adapter, of=adapter.result)), "gets transformer_wte")
+
+
+def test_parameters_stored_otherwise() -> None:
+    program = program_of()
+
+    def stored(change: Callable[[Layout], Layout], fqn: str) -> Program:
+        declarations = tuple(replace(d, layout=change(d.layout)) if d.value.fqn == fqn else d for d in program.declarations)
+        return replace(program, declarations=declarations)
+
+    weight = "transformer.h.0.mlp.c_fc.weight"
+    refused(stored(lambda layout: Layout.whole(layout.shape), weight), r"needs .* as \[16, 64/tp\] G?.*and gets \[16, 64\]")
+    refused(stored(lambda layout: replace(layout, dims=layout.dims[::-1]), weight), "and gets")
+    refused(stored(lambda layout: replace(layout, partial=("tp",)), "transformer.ln_f.weight"), "stored partial")
+    refused(stored(lambda layout: replace(layout, grad_partial=("tp",)), "transformer.ln_f.weight"), r"and gets \[16\] G\(tp\)")
+
+
+def test_inputs_given_otherwise() -> None:
+    program = program_of()
+    layouts = {**program.input_layouts, "input_ids": Layout.parse("[4/tp, 8]")}
+    refused(replace(program, input_layouts=layouts), r"needs input_ids as \[4, 8\] and gets")
+
+
+def test_cuts_that_do_not_fit() -> None:
+    program = program_of()
+    gather = first(program, "all_gather")
+    assert gather.step.cut is not None
+    for changes in (
+        {"dim": 1},
+        {"dim": None},
+        {"cut": None},
+        {"cut": CutSizes((4,))},
+        {"cut": replace(gather.step.cut, outer=3)},
+        {"cut": replace(gather.step.cut, inner=5)},
+    ):
+        refused(with_step(program, gather, **changes), "adapter all_gather of lm_head cuts dim")
+    data = program_of("resnet", "data")
+    narrow = first(data, "narrow")
+    refused(with_step(data, narrow, cut=CutSizes((3, 5))), "cuts dim 0")
+
+
+def test_results_that_are_not_what_was_asked_for() -> None:
+    program = program_of()
+    logits = dict(program.graph.output.leaves())["logits"]
+
+    def with_logits(tree: Tree) -> Tree:
+        children = tuple((key, replace(child, value=logits) if key == "logits" else child) for key, child in tree.children)
+        return replace(tree, children=children)
+
+    refused(replace(program, output=with_logits(program.output)), r"output 'logits' needs lm_head as \[4, 8, 32\] and gets")
+
+
+def test_buffers_updated_with_something_else() -> None:
+    program = program_of("resnet", "data")
+    (before, after), (_, other), *rest = program.buffer_updates
+    refused(replace(program, buffer_updates=((before, other), *rest)), "buffer .* needs .* and gets")
+    assert after != other
+
+
+def test_the_evaluation_body_is_verified_too() -> None:
+    class TwoBodies(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(4, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x).relu().sum(1) if self.training else self.inner(x).softmax(1).sum(1)
+
+    graph = plans.traced(TwoBodies().double(), {"x": torch.randn(4, 4, dtype=torch.float64)})
+    program = plans.compile_with(graph, "tp", 2).program
+    assert isinstance(program, Program) and program.eval_program is not None
+    verify_program(program)
+    adapter = first(program.eval_program, "all_reduce")
+    refused(replace(program, eval_program=with_step(program.eval_program, adapter, backward="all_reduce")), "goes from P to R")

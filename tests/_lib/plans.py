@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,12 +26,13 @@ from shardwright.compiler.weights import initial_values, write_tensors
 from shardwright.policies.policy import PolicyFunction
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.counters import CommunicationKey, CommunicationVolume
 from shardwright.runtime.layout import Atom, Layout, Mesh
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.manifest import Manifest, sha256
 from shardwright.runtime.threads import run_ranks
 from shardwright.runtime.weights import CONSTANTS_FILE, WEIGHTS_FILE
-from shardwright.runtime.world import counters
+from shardwright.runtime.world import count_communication
 
 
 def traced(module: nn.Module, inputs: Mapping[str, Any], **options: Any) -> IRGraph:
@@ -59,42 +61,45 @@ def write(directory: Path, compiled: Compiled, module: nn.Module) -> None:
 
 @dataclass
 class Outcome:
-    """What the ranks computed in one step, put together again."""
+    """What the ranks computed in one step. ``pieces``: by parameter, the gradient of each rank and the layout of all."""
 
     loss: Tensor
-    gradients: dict[str, Tensor | None]
-    traffic: list[Any]
+    pieces: dict[str, tuple[list[Tensor | None], Layout]]
+    traffic: list[dict[CommunicationKey, CommunicationVolume]]
+    mesh: Mesh
+
+    @functools.cached_property
+    def gradients(self) -> dict[str, Tensor | None]:
+        """The gradients put together, as their layouts say. Asserts that ranks that should hold copies do."""
+        return {name: self._whole(*found) for name, found in self.pieces.items()}
+
+    def _whole(self, pieces: list[Tensor | None], layout: Layout) -> Tensor | None:
+        if all(piece is None for piece in pieces):
+            return None
+        shapes = [layout.local_shape(self.mesh, coords) for coords in self.mesh.all_coords()]
+        found = [torch.zeros(shape, dtype=torch.float64) if p is None else p for p, shape in zip(pieces, shapes, strict=True)]
+        return layouts.decode(found, Layout(layout.dims, layout.grad_partial, ()), self.mesh)
 
 
 def run_once(directory: Path, compiled: Compiled, inputs: Mapping[str, Any]) -> Outcome:
-    """One forward and backward on all ranks; raw gradients are decoded as their layouts say, without the reducer."""
+    """One forward and backward on all ranks, without the reducer."""
     mesh = compiled.plan.mesh
 
-    def rank(index: int) -> tuple[Tensor, dict[str, Tensor | None], Any]:
+    def rank(index: int) -> tuple[Tensor, dict[str, Tensor | None], dict[CommunicationKey, CommunicationVolume]]:
         module = load_class(directory)()
-        with float64_casts():
+        with count_communication() as volume:
             loss = loss_of(module(**inputs))
             loss.backward()
         grads = {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
-        return loss.detach(), grads, dict(counters().items())
+        return loss.detach(), grads, {key: total for key, total in volume.items() if key.phase != "setup"}
 
-    results = run_ranks(mesh.size, rank)
+    with float64_casts():
+        results = run_ranks(mesh.size, rank)
     for loss, _, _ in results[1:]:
         torch.testing.assert_close(loss, results[0][0], rtol=1e-12, atol=1e-12)
-    gradients: dict[str, Tensor | None] = {}
-    for declaration in compiled.program.declarations:
-        name = declaration.value.fqn
-        if name is None or name not in results[0][1]:
-            continue
-        pieces = [grads[name] for _, grads, _ in results]
-        if all(piece is None for piece in pieces):
-            gradients[name] = None
-            continue
-        layout = declaration.layout
-        shapes = [layout.local_shape(mesh, coords) for coords in mesh.all_coords()]
-        whole = [torch.zeros(shape, dtype=torch.float64) if p is None else p for p, shape in zip(pieces, shapes, strict=True)]
-        gradients[name] = layouts.decode(whole, Layout(layout.dims, layout.grad_partial, ()), mesh)
-    return Outcome(results[0][0], gradients, [traffic for _, _, traffic in results])
+    declared = {d.value.fqn: d.layout for d in compiled.program.declarations if d.value.fqn in results[0][1]}
+    pieces = {str(fqn): ([grads[fqn] for _, grads, _ in results], layout) for fqn, layout in declared.items()}
+    return Outcome(results[0][0], pieces, [traffic for _, _, traffic in results], mesh)
 
 
 def random_plan(graph: PlannableGraph, mesh: Mesh, rng: random.Random) -> Plan:
@@ -132,16 +137,17 @@ def check(module: nn.Module, inputs: Mapping[str, Any], compiled: Compiled, dire
     write(directory, compiled, module)
     outcome = run_once(directory, compiled, inputs)
     assert_close_tree({"loss": outcome.loss}, {"loss": reference.losses[0][0]})
-    wanted = {name: grad for name, grad in reference.gradients.items() if name in outcome.gradients}
-    assert wanted.keys() == reference.gradients.keys()
-    ours = {
-        name: torch.zeros_like(wanted[name]) if g is None and wanted[name] is not None else g
-        for name, g in outcome.gradients.items()
-    }
-    assert_close_tree(
-        ours, {n: torch.zeros_like(ours[n]) if g is None and ours[n] is not None else g for n, g in wanted.items()}
-    )
+    ours, wanted = outcome.gradients, reference.gradients
+    assert_close_tree(without_none(ours, wanted), without_none(wanted, ours))
     return outcome
+
+
+def without_none(gradients: Mapping[str, Tensor | None], others: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Zeros for a gradient that is missing here and not in ``others``: a rank may hold an empty piece."""
+    return {
+        name: torch.zeros_like(other) if grad is None and (other := others.get(name)) is not None else grad
+        for name, grad in gradients.items()
+    }
 
 
 def compile_plan(graph: IRGraph, plan: Plan) -> Compiled:
@@ -183,5 +189,6 @@ __all__ = [
     "run_once",
     "tensors_of",
     "traced",
+    "without_none",
     "write",
 ]

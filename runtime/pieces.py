@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from shardwright.runtime.layout import Cut, piece
+from shardwright.runtime.layout import Coords, Cut, Layout, Mesh, piece
 
 
 def whole_cut(length: int) -> Cut:
@@ -68,6 +68,15 @@ def pad_piece(x: Tensor, dim: int, cut: Cut, num_pieces: int, index: int) -> Ten
         return result
     shapes = [(*x.shape[:dim], length, *x.shape[dim + 1 :]) for length in piece_lengths(cut, num_pieces)]
     return join_pieces([x if i == index else x.new_zeros(shape) for i, shape in enumerate(shapes)], dim, cut)
+
+
+def local_piece(whole: Tensor, layout: Layout, mesh: Mesh, coords: Coords) -> Tensor:
+    """What a rank at ``coords`` holds of a whole tensor that lies as ``layout`` says."""
+    for dim in range(whole.ndim):
+        if layout.dim_axes(dim):
+            parts = [whole.narrow(dim, start, stop - start) for start, stop in layout.runs(dim, mesh, coords)]
+            whole = torch.cat(parts, dim) if parts else whole.narrow(dim, 0, 0)
+    return whole
 
 
 @lru_cache(maxsize=1024)

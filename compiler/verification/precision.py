@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+import shardwright.compiler.api  # noqa: F401  (no table of dtypes may be made while the names are rebound)
+
 
 def _to_float64(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return tensor.to(torch.float64, *args, **kwargs)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from shardwright.runtime.errors import LoadError
 from shardwright.runtime.layout import Atom, Layout, Mesh
+from shardwright.runtime.pieces import local_piece
 
 RngMode = Literal["fast", "plan_independent"]
 
@@ -177,12 +178,7 @@ class Draw:
         generator = rng.generator(self.name, device, layout.cut_axes)
         if rng.mode == "fast" or not layout.cut_axes:
             return make(layout.local_shape(rng.mesh, rng.coords), generator)
-        whole = make(layout.shape, generator)
-        for dim in range(whole.ndim):
-            if layout.dim_axes(dim):
-                parts = [whole.narrow(dim, start, stop - start) for start, stop in layout.runs(dim, rng.mesh, rng.coords)]
-                whole = torch.cat(parts, dim) if parts else whole.narrow(dim, 0, 0)
-        return whole
+        return local_piece(make(layout.shape, generator), layout, rng.mesh, rng.coords)
 
     def uniform(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Numbers from ``[0, 1)``."""

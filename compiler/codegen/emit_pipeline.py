@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-from shardwright.compiler.codegen.emit import Origin, _axis_lines, _legend, _sorted_imports, _Writer, sample_arguments, template_named
+from shardwright.compiler.codegen.emit import (
+    Origin,
+    _axis_lines,
+    _legend,
+    _sorted_imports,
+    _Writer,
+    sample_arguments,
+    template_named,
+)
 from shardwright.compiler.codegen.names import Scope
 from shardwright.compiler.codegen.text import Line, layout_lines, wrap
 from shardwright.compiler.ir.graph import Tree

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from shardwright.compiler.plan.plan import Plan
     from shardwright.policies.registry import register_policy
     from shardwright.runtime.broadcast import broadcast_weights
+    from shardwright.runtime.checkpoint.deduped import deduped_state_dict, load_deduped_state_dict
+    from shardwright.runtime.checkpoint.load import load_checkpoint
+    from shardwright.runtime.checkpoint.merge_files import merge_checkpoint, read_checkpoint
+    from shardwright.runtime.checkpoint.merged import load_merged_state_dict, load_merged_state_dicts, merge_state_dicts
+    from shardwright.runtime.checkpoint.pretrained import export_pretrained, load_pretrained
+    from shardwright.runtime.checkpoint.save import save_checkpoint
     from shardwright.runtime.config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
     from shardwright.runtime.errors import (
         AnnotationError,
@@ -63,11 +69,22 @@ __all__ = [
     "broadcast_weights",
     "build_optimizer",
     "count_communication",
+    "deduped_state_dict",
+    "export_pretrained",
+    "load_checkpoint",
     "load_class",
+    "load_deduped_state_dict",
+    "load_merged_state_dict",
+    "load_merged_state_dicts",
+    "load_pretrained",
+    "merge_checkpoint",
+    "merge_state_dicts",
     "parallelize",
+    "read_checkpoint",
     "register_op",
     "register_policy",
     "run_ranks",
+    "save_checkpoint",
 ]
 
 _MODULES = {
@@ -93,11 +110,22 @@ _MODULES = {
     "broadcast_weights": "shardwright.runtime.broadcast",
     "build_optimizer": "shardwright.runtime.optimizer",
     "count_communication": "shardwright.runtime.world",
+    "deduped_state_dict": "shardwright.runtime.checkpoint.deduped",
+    "export_pretrained": "shardwright.runtime.checkpoint.pretrained",
+    "load_checkpoint": "shardwright.runtime.checkpoint.load",
     "load_class": "shardwright.runtime.loader",
+    "load_deduped_state_dict": "shardwright.runtime.checkpoint.deduped",
+    "load_merged_state_dict": "shardwright.runtime.checkpoint.merged",
+    "load_merged_state_dicts": "shardwright.runtime.checkpoint.merged",
+    "load_pretrained": "shardwright.runtime.checkpoint.pretrained",
+    "merge_checkpoint": "shardwright.runtime.checkpoint.merge_files",
+    "merge_state_dicts": "shardwright.runtime.checkpoint.merged",
     "parallelize": "shardwright.compiler.api",
+    "read_checkpoint": "shardwright.runtime.checkpoint.merge_files",
     "register_op": "shardwright.compiler.ops.register",
     "register_policy": "shardwright.policies.registry",
     "run_ranks": "shardwright.runtime.threads",
+    "save_checkpoint": "shardwright.runtime.checkpoint.save",
 }
 
 

@@ -1,4 +1,4 @@
-"""The commands: ``compile``, ``verify``, ``inspect``, ``accept``.
+"""The commands: ``compile``, ``verify``, ``inspect``, ``accept``, and those of :mod:`shardwright.runtime.cli`.
 
 Exit codes: 0 done; 1 an error, printed in words (``--debug``: with its traceback), or a plan that ``verify`` finds to differ
 from one device; 2 a command line that does not parse.
@@ -23,6 +23,7 @@ from shardwright.compiler.plan_tables import show_directory
 from shardwright.compiler.verification.verify import verify
 from shardwright.policies.policy import Policy
 from shardwright.policies.registry import find_policy, policy_names
+from shardwright.runtime import cli as runtime_cli
 from shardwright.runtime.config import ComputeConfig, ReuseType
 from shardwright.runtime.errors import ConfigError, ShardwrightError, did_you_mean, format_error
 from shardwright.runtime.manifest import Manifest, accept
@@ -55,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     versions = f"shardwright {shardwright.__version__} (torch {torch.__version__})"
     parser.add_argument("--version", action="version", version=versions)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, (add_arguments, run, text) in _COMMANDS.items():
+    for name, (add_arguments, run, text) in {**_COMMANDS, **runtime_cli.COMMANDS}.items():
         command = commands.add_parser(
             name,
             help=text.splitlines()[0].rstrip("."),

@@ -345,12 +345,22 @@ class ParallelModule(CompiledModule):
         return counts_here(declaration.layout, self.ranks_of(declaration))
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What a state dict of this rank holds besides tensors, as JSON values: layouts, coordinates, random numbers."""
+        """What a state dict of this rank holds besides tensors, as JSON values: layouts, coordinates, random numbers.
+
+        ``places``: the mesh and the rank on it of tensors that lie on another mesh than the unit's, in a pipeline.
+        """
         saved = [declaration for declaration in self._declarations.values() if declaration.is_initial_weight]
+        staged = [(d, *self._place_of(d)) for d in saved if self.ranks_of(d) is not self.ranks]
         return {
             "mesh": [list(axis) for axis in self.mesh.axes],
             "rank": self.rank,
+            "unit": self.ranks.unit,
             "layouts": {name: str(declaration.layout) for declaration in saved for name in declaration.names},
+            "places": {
+                name: [[list(axis) for axis in mesh.axes], mesh.rank(coords)]
+                for declaration, mesh, coords in staged
+                for name in declaration.names
+            },
             "rng": self.rng.to_json(),
         }
 

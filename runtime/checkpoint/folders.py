@@ -1,0 +1,105 @@
+"""The folders of a run: which one is current, which are complete, which can go.
+
+    checkpoints/
+        LATEST                          the name of the current folder, replaced atomically
+        000007-step-3500/
+            index.json                  written when everything else is there and flushed
+            rank-00000.safetensors
+            rank-00001.safetensors
+        000008-step-4000/
+
+A folder is complete when it has an index; it is current when ``LATEST`` names it. A save that is killed leaves a folder
+without an index, which the next save deletes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from shardwright.runtime.checkpoint.index import INDEX_FILE
+from shardwright.runtime.errors import CheckpointError
+from shardwright.runtime.swap import write_file
+
+LATEST_FILE = "LATEST"
+
+_NAME = re.compile(r"(\d{6,})(?:-step-\d+)?")
+
+
+def make_folder(directory: Path, step: int | None) -> Path:
+    """A fresh folder in ``directory``, numbered after all that are there."""
+    directory.mkdir(parents=True, exist_ok=True)
+    serial = max((number for number, _ in _numbered(directory)), default=0) + 1
+    folder = directory / (f"{serial:06d}" if step is None else f"{serial:06d}-step-{step}")
+    folder.mkdir()
+    sync_folder(directory)
+    return folder
+
+
+def make_current(folder: Path) -> None:
+    """Let ``LATEST`` name a complete folder, whose files have been flushed."""
+    sync_folder(folder)
+    write_file(folder.parent / LATEST_FILE, f"{folder.name}\n".encode())
+    sync_folder(folder.parent)
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Delete what is not among the newest ``keep`` complete folders up to the current one, ``folder``."""
+    directory = folder.parent
+    older = [path for path in complete_folders(directory) if path != folder]
+    kept = {folder, *(older[len(older) - (keep - 1) :] if keep > 1 else [])}
+    for _, path in _numbered(directory):
+        if path not in kept:
+            # The index goes first: a folder that is half deleted must not look complete.
+            (path / INDEX_FILE).unlink(missing_ok=True)
+            shutil.rmtree(path)
+    for temporary in directory.glob(f".{LATEST_FILE}.new.*"):
+        temporary.unlink()
+
+
+def complete_folders(directory: Path) -> list[Path]:
+    """The complete checkpoints in ``directory``, oldest first."""
+    return [path for _, path in _numbered(directory) if (path / INDEX_FILE).exists()]
+
+
+def find_folder(directory: Path) -> Path:
+    """The folder of one checkpoint: ``directory`` itself if it is one, else the one that its ``LATEST`` names.
+
+    Raises :class:`CheckpointError` if there is none.
+    """
+    if (directory / INDEX_FILE).exists():
+        return directory
+    try:
+        name = (directory / LATEST_FILE).read_text().strip()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"there is no checkpoint in {directory}",
+            why=f"it has neither {LATEST_FILE} nor {INDEX_FILE}",
+            hint="pass the directory that save_checkpoint was called with, or one of the folders in it",
+        ) from None
+    folder = directory / name
+    if not _NAME.fullmatch(name) or not (folder / INDEX_FILE).exists():
+        others = ", ".join(path.name for path in complete_folders(directory)) or "none"
+        raise CheckpointError(
+            f"{directory / LATEST_FILE} names {name!r}, which is no complete checkpoint",
+            why=f"complete ones here: {others}",
+            hint=f"load one of them by its own path, {directory / '...'}",
+        )
+    return folder
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the entries of a folder, so that the files in it survive a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _numbered(directory: Path) -> list[tuple[int, Path]]:
+    """The folders that a save made, by number."""
+    found = [(match, path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
+    return sorted((int(match[1]), path) for match, path in found)

@@ -1,0 +1,293 @@
+"""Merged state dicts: what all ranks hold as one, for the original module and its optimizer; and back into the ranks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwright.runtime.checkpoint.holdings import EXTRA_STATE, Holding, Holdings
+from shardwright.runtime.checkpoint.optimizer_state import (
+    PARAM_NAMES,
+    NamedState,
+    StateDict,
+    group_names,
+    is_like_parameter,
+    listed,
+    load_named_state,
+)
+from shardwright.runtime.checkpoint.ordering import united, united_groups
+from shardwright.runtime.checkpoint.regions import Region, copy_shared
+from shardwright.runtime.errors import CheckpointError
+from shardwright.runtime.layout import Layout, Mesh
+
+RANDOM = "shardwright.random"
+"""Where the metadata of a merged state dict keeps seed, step and microbatch of the compiled modules."""
+
+
+def merge_state_dicts(
+    module_state_dicts: Sequence[Mapping[str, Any]], optimizer_state_dicts: Sequence[Mapping[str, Any]] | None = None
+) -> tuple[StateDict, StateDict | None]:
+    """One state dict for the original module, and one for its optimizer, of those of all ranks.
+
+    The ranks' own state dicts or deduped ones (see :func:`deduped_state_dict`), those of the first unit or of all. Where
+    units differ, in statistics of batch norm, the first unit's are taken. Tied parameters stay one tensor under all names.
+    The optimizer's state is numbered in the order of the original ``parameters()``; its groups are those that
+    ``build_optimizer`` made. Tensors are new, on the CPU.
+
+    Raises :class:`CheckpointError` if pieces are missing, or if state of an optimizer cannot be merged.
+    """
+    if not module_state_dicts:
+        raise CheckpointError("there is nothing to merge", why="module_state_dicts is empty")
+    if optimizer_state_dicts is not None and len(optimizer_state_dicts) != len(module_state_dicts):
+        raise CheckpointError(
+            "the state dicts of module and optimizer do not belong together",
+            why=f"there are {len(module_state_dicts)} of the module and {len(optimizer_state_dicts)} of the optimizer",
+            hint="pass one of each for every rank, in the same order",
+        )
+    ranks = [_RankState(state) for state in module_state_dicts]
+    # The sort is stable and by unit: where copies differ, the first unit's are taken.
+    order = sorted(range(len(ranks)), key=lambda index: ranks[index].unit)
+    module_state = _merge_modules([ranks[index] for index in order])
+    if optimizer_state_dicts is None:
+        return module_state, None
+    pairs = [(ranks[index], optimizer_state_dicts[index]) for index in order]
+    return module_state, _merge_optimizers(pairs, tuple(module_state))
+
+
+def load_merged_state_dicts(
+    module: nn.Module,
+    module_state_dict: Mapping[str, Any],
+    optimizer: Optimizer | None = None,
+    optimizer_state_dict: Mapping[str, Any] | None = None,
+    *,
+    device: str | torch.device | None = None,
+) -> None:
+    """Load the state of the original module, and of its optimizer, into this rank's part under any plan.
+
+    Every rank passes the whole state dicts and takes its pieces. ``device``: where the module moves first (default: it stays
+    where it is). No communication.
+
+    Raises :class:`CheckpointError` naming what is missing, left over or has another shape.
+    """
+    if device is not None:
+        module.to(device)
+    holdings = Holdings.of(module)
+    values = _values_for(holdings, module_state_dict)
+    named = None if optimizer is None else _named_by_number(optimizer, holdings, optimizer_state_dict)
+    for holding, value in values:
+        copy_shared(holding.tensor, holding.region, value, Region.whole(holding.shape))
+    holdings.load_extra_states(module_state_dict)
+    holdings.load_random_states(getattr(module_state_dict, "_metadata", {}).get(RANDOM, {}))
+    if optimizer is not None and named is not None:
+        load_named_state(optimizer, holdings, _cut_state(named, holdings))
+
+
+load_merged_state_dict = load_merged_state_dicts
+"""The same function, under its singular name."""
+
+
+class _RankState:
+    """One rank's state dict of a module, with what its extra states say about the pieces."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.state = state
+        self.unit = 0
+        self.random: dict[str, Mapping[str, int]] = {}
+        self._places: dict[str, tuple[tuple[int, ...], Region]] = {}
+        for key, extra in state.items():
+            if is_plan(key, extra):
+                prefix = key.removesuffix(EXTRA_STATE)
+                self.unit = max(self.unit, extra["unit"])
+                self.random[prefix.removesuffix(".")] = extra["rng"]
+                self._read(prefix, extra)
+
+    def _read(self, prefix: str, extra: Mapping[str, Any]) -> None:
+        for name, text in extra["layouts"].items():
+            axes, index = extra["places"].get(name, (extra["mesh"], extra["rank"]))
+            mesh = Mesh(tuple((axis, size) for axis, size in axes))
+            layout = Layout.parse(text)
+            self._places[prefix + name] = layout.shape, Region.of(layout, mesh, mesh.coords(index))
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        return ((name, value) for name, value in self.state.items() if isinstance(value, Tensor))
+
+    def others(self) -> dict[str, Any]:
+        """Extra states of modules that were not compiled."""
+        return {key: v for key, v in self.state.items() if not isinstance(v, Tensor) and not is_plan(key, v)}
+
+    def place(self, name: str, local_shape: tuple[int, ...]) -> tuple[tuple[int, ...], Region]:
+        """The shape of the whole and the region of this rank's piece; a tensor of an ordinary module is whole."""
+        return self._places.get(name, (local_shape, Region.whole(local_shape)))
+
+
+class _Assembly:
+    """Whole tensors in the making, by name."""
+
+    def __init__(self) -> None:
+        self.wholes: dict[str, Tensor] = {}
+        self._seen: dict[str, set[Region]] = {}
+        self._filled: dict[str, int] = {}
+
+    def add(self, name: str, value: Tensor, shape: tuple[int, ...], region: Region) -> None:
+        """Copy a piece into its place, unless it is a copy of one that was added before."""
+        if tuple(value.shape) != region.shape:
+            raise CheckpointError(
+                f"{name!r} has another shape than its layout says",
+                why=f"the state dict holds {list(value.shape)}, the layout gives {list(region.shape)}",
+            )
+        seen = self._seen.setdefault(name, set())
+        if region in seen:
+            return
+        seen.add(region)
+        whole = self.wholes.setdefault(name, torch.empty(shape, dtype=value.dtype))
+        self._filled[name] = self._filled.get(name, 0) + copy_shared(whole, Region.whole(shape), value, region)
+
+    def finish(self) -> None:
+        """Raise :class:`CheckpointError` if pieces are missing."""
+        missing = [name for name, whole in self.wholes.items() if self._filled[name] != whole.numel()]
+        if missing:
+            raise CheckpointError(
+                "the state dicts do not cover the whole model",
+                why=listed([f"{self._filled[name]} of {self.wholes[name].numel()} elements of {name!r}" for name in missing]),
+                hint="pass the state dicts of all ranks of a unit",
+            )
+
+
+def is_plan(key: str, value: Any) -> bool:
+    """Whether an entry of a state dict is what a compiled module says about its plan."""
+    return key.endswith(EXTRA_STATE) and isinstance(value, Mapping) and {"mesh", "rank", "layouts", "unit"} <= value.keys()
+
+
+def set_random_states(state: StateDict, random: Mapping[str, Mapping[str, int]]) -> None:
+    """Let a merged state dict carry seed, step and microbatch of compiled modules, which the original module has no place for.
+
+    torch hands the metadata of a state dict on, and ignores what it does not know there.
+    """
+    state._metadata = OrderedDict({RANDOM: dict(random)})  # type: ignore[attr-defined]
+
+
+def _merge_modules(ranks: Sequence[_RankState]) -> StateDict:
+    assembly = _Assembly()
+    tied: dict[str, str] = {}
+    names: tuple[str, ...] = ()
+    others: dict[str, Any] = {}
+    for rank in ranks:
+        first_names: dict[tuple[Any, ...], str] = {}
+        for name, value in rank.tensors():
+            identity = (value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride())
+            if value.numel():
+                tied.setdefault(name, first_names.setdefault(identity, name))
+            shape, region = rank.place(name, tuple(value.shape))
+            assembly.add(name, value, shape, region)
+        others = {**rank.others(), **others}
+        names = united(names, tuple(name for name in rank.state if not is_plan(name, rank.state[name])))
+    assembly.finish()
+    result: StateDict = OrderedDict()
+    for name in names:
+        result[name] = assembly.wholes[tied.get(name, name)] if name in assembly.wholes else others[name]
+    random: dict[str, Mapping[str, int]] = {}
+    for rank in ranks:
+        random = {**rank.random, **random}
+    set_random_states(result, random)
+    return result
+
+
+def _merge_optimizers(ranks: Sequence[tuple[_RankState, Mapping[str, Any]]], order: Sequence[str]) -> StateDict:
+    assembly = _Assembly()
+    state: dict[str, dict[str, Any]] = {}
+    merged: NamedState | None = None
+    for rank, state_dict in ranks:
+        named = NamedState.of(state_dict, _saved_names(state_dict))
+        merged = named if merged is None else _with_names(merged, named)
+        for name, entries in named.state.items():
+            whole_shape, region = rank.place(name, _shape_of(rank.state, name, entries))
+            for key, value in entries.items():
+                like = is_like_parameter(name, key, value, region.shape, region != Region.whole(whole_shape))
+                if like:
+                    assembly.add(f"{name}/{key}", value, whole_shape, region)
+                    value = assembly.wholes[f"{name}/{key}"]
+                state.setdefault(name, {}).setdefault(key, value.clone() if like is False else value)
+    assembly.finish()
+    assert merged is not None
+    return NamedState(merged.groups, state).to_state_dict(order)
+
+
+def _shape_of(state: Mapping[str, Any], name: str, entries: Mapping[str, Any]) -> tuple[int, ...]:
+    """The shape of an ordinary parameter; a deduped state dict may lack it where the optimizer's has its state."""
+    if name in state:
+        return tuple(state[name].shape)
+    return max((tuple(value.shape) for value in entries.values() if isinstance(value, Tensor)), key=len, default=())
+
+
+def _saved_names(state_dict: Mapping[str, Any]) -> list[list[str]]:
+    groups = state_dict["param_groups"]
+    if not all(PARAM_NAMES in group for group in groups):
+        raise CheckpointError(
+            "the optimizer's state dict does not name its parameters",
+            why=f"a parameter group has no {PARAM_NAMES!r}",
+            hint="make the optimizer with shardwright.build_optimizer",
+        )
+    return [group[PARAM_NAMES] for group in groups]
+
+
+def _with_names(merged: NamedState, named: NamedState) -> NamedState:
+    """With the parameters of both in each group: the stages of a pipeline have different ones."""
+    return NamedState(united_groups(merged.groups, named.groups), {})
+
+
+def _values_for(holdings: Holdings, state: Mapping[str, Any]) -> list[tuple[Holding, Tensor]]:
+    """The whole tensor for everything this rank holds."""
+    found, problems = [], []
+    left_over = set(state) - {name for holding in holdings.tensors for name in holding.names} - set(holdings.extra_states)
+    for holding in holdings.tensors:
+        name = next((name for name in holding.names if name in state), None)
+        if name is None:
+            problems.append(f"{holding.name!r} is missing")
+        elif tuple(state[name].shape) != holding.shape:
+            problems.append(f"{name!r} is {list(state[name].shape)} there and {list(holding.shape)} here")
+        else:
+            found.append((holding, state[name]))
+    problems += [f"{name!r} is not in the module" for name in state if name in left_over]
+    if problems:
+        raise CheckpointError(f"the state dict does not fit {holdings.class_name}", why=listed(problems))
+    return found
+
+
+def _named_by_number(optimizer: Optimizer, holdings: Holdings, state_dict: Mapping[str, Any] | None) -> NamedState:
+    """The state of the original optimizer by name: its numbers are those of the original order of the parameters."""
+    if state_dict is None:
+        raise CheckpointError("there is no state for the optimizer", hint="pass optimizer_state_dict too")
+    mine = {name for group in group_names(optimizer, holdings) for name in group}
+    order = [holding.name for holding in holdings.tensors if holding.name in mine]
+    numbers = sorted(number for group in state_dict["param_groups"] for number in group["params"])
+    if len(numbers) != len(order):
+        raise CheckpointError(
+            "the state dict does not fit the optimizer", why=f"it is for {len(numbers)} parameters, there are {len(order)}"
+        )
+    by_number = dict(zip(numbers, order, strict=True))
+    names = [[by_number[number] for number in group["params"]] for group in state_dict["param_groups"]]
+    return NamedState.of(state_dict, names)
+
+
+def _cut_state(named: NamedState, holdings: Holdings) -> NamedState:
+    """The pieces that belong to this rank's parameters, of state whose tensors are whole."""
+    state = {}
+    by_name = {holding.name: holding for holding in holdings.tensors}
+    for name, entries in named.state.items():
+        holding = by_name[name]
+        state[name] = {
+            key: _piece(value, holding) if isinstance(value, Tensor) and tuple(value.shape) == holding.shape else value
+            for key, value in entries.items()
+        }
+    return NamedState(named.groups, state)
+
+
+def _piece(whole: Tensor, holding: Holding) -> Tensor:
+    piece = torch.empty(holding.region.shape, dtype=whole.dtype, device=holding.tensor.device)
+    copy_shared(piece, holding.region, whole, Region.whole(holding.shape))
+    return piece

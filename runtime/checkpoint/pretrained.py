@@ -1,0 +1,155 @@
+"""Folders of Hugging Face transformers: ``model.safetensors`` and ``config.json``, written from a checkpoint and read under any
+plan. Transformers itself is not needed for either.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shardwright.runtime.checkpoint.agreement import together
+from shardwright.runtime.checkpoint.contents import Contents
+from shardwright.runtime.checkpoint.folders import find_folder
+from shardwright.runtime.checkpoint.holdings import Holding, Holdings
+from shardwright.runtime.checkpoint.merge_files import checked_index, write_model_files
+from shardwright.runtime.checkpoint.optimizer_state import listed
+from shardwright.runtime.checkpoint.regions import Region, copy_shared
+from shardwright.runtime.checkpoint.tensor_files import MappedFiles
+from shardwright.runtime.errors import CheckpointError
+from shardwright.runtime.swap import write_file, write_folder
+from shardwright.runtime.world import current_world
+
+CONFIG_FILE = "config.json"
+MODEL_FILE = "model.safetensors"
+WEIGHT_MAP_FILE = "model.safetensors.index.json"
+
+Rename = Callable[[str], str]
+"""What the folder calls a tensor, given its name in the module."""
+
+
+def export_pretrained(
+    directory: Path | str,
+    out: Path | str,
+    config: Any,
+    *,
+    rename: Rename | None = None,
+    max_file_bytes: int | None = 50 * 10**9,
+) -> Path:
+    """Write the current checkpoint of ``directory`` as a new folder ``out`` that ``from_pretrained`` reads. Returns ``out``.
+
+    ``config``: the model's configuration: a transformers one, a dict, or the path of a ``config.json`` or of the folder it is
+    in. ``rename``: what transformers calls a tensor, given its name in the module (for a model that was wrapped:
+    ``lambda name: name.removeprefix("model.")``). A tied tensor is written once, under its first name, as transformers does.
+    One tensor is in memory at a time.
+
+    Raises :class:`CheckpointError` if there is no checkpoint, if files are missing or altered, or if ``out`` exists.
+    """
+    folder, out = find_folder(Path(directory)), Path(out)
+    if out.exists():
+        raise CheckpointError(f"{out} exists", why="the export would replace it", hint="name a new folder, or delete it first")
+    index = checked_index(folder)
+    names = {name: rename(name) if rename else name for name in index.tensors}
+    if len(set(names.values())) < len(names):
+        twice = next(name for name in names.values() if list(names.values()).count(name) > 1)
+        raise CheckpointError(f"rename gives several tensors the name {twice!r}")
+    content = {**_config(config)}
+    content.setdefault("architectures", [index.module_class])
+    with write_folder(out) as fresh, Contents(folder, index) as contents:
+        _, where = write_model_files(fresh, contents, names, max_file_bytes)
+        if set(where.values()) - {MODEL_FILE}:
+            total = sum(record.num_bytes for record in index.tensors.values())
+            weight_map = {"metadata": {"total_size": total}, "weight_map": where}
+            write_file(fresh / WEIGHT_MAP_FILE, _json(weight_map))
+        write_file(fresh / CONFIG_FILE, _json(content))
+    return out
+
+
+def load_pretrained(directory: Path | str, module: nn.Module, *, rename: Rename | None = None) -> None:
+    """Load the weights of a transformers folder into a module under any plan. Every rank reads its own elements. Collective.
+
+    ``rename``: what the folder calls a tensor, given its name in the module. Tied tensors may be there under any of their
+    names.
+
+    Raises :class:`CheckpointError` on all ranks naming what is missing or has another shape, and what the folder has more.
+    """
+    world, directory = current_world(), Path(directory)
+    holdings = Holdings.of(module)
+    with MappedFiles(directory) as files:
+        with together(world):
+            where = _files_of(directory, files)
+            shapes = {file: files.shapes(file) for file in sorted(set(where.values()))}
+            found, problems, known = [], [], set()
+            for holding in holdings.tensors:
+                names = [rename(name) if rename else name for name in holding.names]
+                known |= set(names)
+                name = next((name for name in names if name in where), None)
+                if name is None:
+                    problems.append(f"{names[0]!r} is missing")
+                elif shapes[where[name]].get(name) != holding.shape:
+                    problems.append(
+                        f"{name!r} is {list(shapes[where[name]].get(name, ()))} there and {list(holding.shape)} here"
+                    )
+                else:
+                    found.append((holding, where[name], name))
+            _refuse(directory, holdings, problems)
+        unknown = [set(names) for names in world.all_gather_object([name for name in where if name not in known])]
+        _refuse(directory, holdings, [f"{name!r} is not in the module" for name in where if name in set.intersection(*unknown)])
+        with together(world):
+            for holding, file, name in found:
+                _copy(holding, files, file, name)
+
+
+def _copy(holding: Holding, files: MappedFiles, file: str, name: str) -> None:
+    copy_shared(holding.tensor, holding.region, files.view(file, name), Region.whole(holding.shape))
+
+
+def _refuse(directory: Path, holdings: Holdings, problems: list[str]) -> None:
+    if problems:
+        raise CheckpointError(
+            f"{directory} does not fit {holdings.class_name}",
+            why=listed(problems),
+            hint="if names differ throughout, pass rename=: what the folder calls a tensor of the module",
+        )
+
+
+def _files_of(directory: Path, files: MappedFiles) -> dict[str, str]:
+    """In which file each tensor is, by name."""
+    try:
+        weight_map = json.loads((directory / WEIGHT_MAP_FILE).read_bytes())["weight_map"]
+        return {str(name): Path(file).name for name, file in weight_map.items()}
+    except FileNotFoundError:
+        if (directory / MODEL_FILE).exists():
+            return dict.fromkeys(files.shapes(MODEL_FILE), MODEL_FILE)
+        raise CheckpointError(
+            f"{directory} holds no weights",
+            why=f"it has neither {MODEL_FILE} nor {WEIGHT_MAP_FILE}",
+            hint="files of torch.save are not read: convert them with save_pretrained(..., safe_serialization=True)",
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{directory / WEIGHT_MAP_FILE} is damaged", why=str(error)) from error
+
+
+def _config(config: Any) -> Mapping[str, Any]:
+    """The content of ``config.json``."""
+    if isinstance(config, str | Path):
+        path = Path(config)
+        path = path / CONFIG_FILE if path.is_dir() else path
+        try:
+            config = json.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} is no configuration", why=str(error)) from error
+    elif hasattr(config, "to_json_string"):
+        config = json.loads(config.to_json_string())
+    if not isinstance(config, Mapping):
+        raise CheckpointError(
+            f"a {type(config).__name__} is no configuration", hint="pass model.config, a dict, or the path of a config.json"
+        )
+    return {key: value for key, value in config.items() if value is not None or key != "architectures"}
+
+
+def _json(content: Any) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

@@ -1,0 +1,303 @@
+"""Saving a checkpoint: every rank writes the pieces it owns, then rank 0 makes the folder current.
+
+While a checkpoint is written no rank needs another: each writes ``rank-<r>.safetensors`` and, flushed behind it, what it
+adds to the index. When all of these are there rank 0 writes the index, then replaces ``LATEST``. So a save can run in a
+background thread without communicating, and a rank that is killed at any moment leaves the previous checkpoint current.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwright.runtime.checkpoint.agreement import together
+from shardwright.runtime.checkpoint.folders import make_current, make_folder, prune, sync_folder
+from shardwright.runtime.checkpoint.holdings import Holding, Holdings
+from shardwright.runtime.checkpoint.index import INDEX_FILE, Index, OptimizerRecord, PieceRecord, TensorRecord, state_key
+from shardwright.runtime.checkpoint.optimizer_state import is_like_parameter, named_state
+from shardwright.runtime.checkpoint.regions import Region
+from shardwright.runtime.checkpoint.tensor_files import TensorSource, check_dtype, write_tensors
+from shardwright.runtime.checkpoint.values import encode
+from shardwright.runtime.errors import CheckpointError, ConfigError
+from shardwright.runtime.swap import write_file
+from shardwright.runtime.world import World, current_world
+
+PATIENCE_S = 1800.0
+"""How long rank 0 waits in the background for files of other ranks after the last one came."""
+
+_POLL_S = 0.05
+
+
+class CheckpointSave:
+    """A checkpoint that is written, or was. ``folder``: where.
+
+    Until :meth:`wait` returns, or the next save or load begins, an asynchronous one may still be under way.
+    """
+
+    def __init__(self, world: World, folder: Path, snapshot: _Snapshot, keep: int | None) -> None:
+        self.folder = folder
+        self._world = world
+        self._snapshot: _Snapshot | None = snapshot
+        self._keep = keep
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._is_waited_for = False
+
+    def wait(self) -> Path:
+        """Return the folder when it is the current checkpoint. Collective.
+
+        Raises on all ranks what any of them met while it wrote.
+        """
+        if not self._is_waited_for:
+            if self._thread is not None:
+                self._thread.join()
+            self._is_waited_for = True
+            _pending.pop(self._world, None)
+            with together(self._world):
+                self._raise_own()
+        self._raise_own()
+        return self.folder
+
+    def _raise_own(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        """All of it on this rank."""
+        with together(self._world):
+            self._write_own()
+        with together(self._world):
+            if self._world.rank == 0:
+                self._commit()
+        self._is_waited_for = True
+
+    def _start(self) -> None:
+        """All of it in the background."""
+        _pending[self._world] = self
+        self._thread = threading.Thread(target=self._run_in_background, name=f"save {self.folder.name}")
+        self._thread.start()
+
+    def _run_in_background(self) -> None:
+        try:
+            self._write_own()
+            if self._world.rank == 0:
+                self._await_others()
+                self._commit()
+        except Exception as error:
+            self._error = error
+            self._tell_failure(error)
+
+    def _write_own(self) -> None:
+        assert self._snapshot is not None
+        snapshot, self._snapshot = self._snapshot, None
+        rank, files = self._world.rank, {}
+        if snapshot.sources:
+            name = _tensor_file(rank)
+            files[name] = write_tensors(self.folder / name, snapshot.sources)
+        replace(snapshot.index, files=files).write(self.folder / _part_file(rank))
+        sync_folder(self.folder)
+
+    def _tell_failure(self, error: Exception) -> None:
+        try:
+            write_file(self.folder / _failure_file(self._world.rank), str(error).encode())
+        except OSError:
+            return  # rank 0 runs out of patience instead; this rank's own error surfaces either way
+
+    def _await_others(self) -> None:
+        waiting, deadline = set(range(self._world.size)), time.monotonic() + PATIENCE_S
+        while True:
+            failed = next((rank for rank in waiting if (self.folder / _failure_file(rank)).exists()), None)
+            if failed is not None:
+                text = (self.folder / _failure_file(failed)).read_text()
+                raise CheckpointError(f"rank {failed} could not save its part of {self.folder}", why=text)
+            come = {rank for rank in waiting if (self.folder / _part_file(rank)).exists()}
+            if come:
+                waiting, deadline = waiting - come, time.monotonic() + PATIENCE_S
+            if not waiting:
+                return
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{self.folder} is incomplete",
+                    why=f"after {PATIENCE_S:.0f} s nothing has come from ranks {sorted(waiting)}",
+                    hint="the directory must be on a file system that all ranks share",
+                )
+            time.sleep(_POLL_S)
+
+    def _commit(self) -> None:
+        """Join the ranks' parts into the index, and make the folder current."""
+        parts = [Index.read(self.folder / _part_file(rank)) for rank in range(self._world.size)]
+        index = reduce(Index.merged, parts)
+        missing = [name for name, record in index.records() if not record.is_complete]
+        assert not missing, f"no rank owns all of {missing}"
+        index.write(self.folder / INDEX_FILE)
+        make_current(self.folder)
+        for rank in range(self._world.size):
+            (self.folder / _part_file(rank)).unlink()
+        if self._keep is not None:
+            prune(self.folder, self._keep)
+
+
+def save_checkpoint(
+    directory: Path | str,
+    module: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    extra: Any = None,
+    step: int | None = None,
+    keep: int | None = 2,
+    async_save: bool = False,
+) -> CheckpointSave:
+    """Save the training state into a fresh folder of ``directory``, which then becomes the current one. Collective.
+
+    Every distinct piece of a tensor is written once, by the first rank that holds it: parameters, persistent buffers (of the
+    first unit), the optimizer's state. Beside them seed and step of random numbers, the state of ``scheduler``
+    (its ``state_dict()``), ``step``, and rank 0's ``extra``: plain values and tensors. ``directory`` is shared by all ranks.
+
+    ``keep``: how many complete checkpoints stay, this one included (``None``: all). With ``async_save`` the state is copied
+    to host memory and written in the background; the next save or load, or ``wait()`` of the result, waits for it and raises
+    its errors.
+
+    Raises :class:`CheckpointError` for what cannot be saved, by name.
+    """
+    if keep is not None and keep < 1:
+        raise ConfigError(f"keep={keep} would delete the checkpoint itself", hint="keep at least 1, or None for all")
+    world, directory = current_world(), Path(directory)
+    finish_pending(world)
+    folder = None
+    with together(world):
+        snapshot = _take_snapshot(world, module, optimizer, scheduler, extra, step)
+        if async_save:
+            snapshot = snapshot.on_host()
+        if world.rank == 0:
+            folder = make_folder(directory, step)
+    name = world.broadcast_object(None if folder is None else folder.name)
+    with together(world):
+        if not (directory / name).is_dir():
+            raise CheckpointError(
+                f"{directory / name} is not there on rank {world.rank}",
+                why="rank 0 has just made it",
+                hint="save to a file system that all ranks share",
+            )
+    save = CheckpointSave(world, directory / name, snapshot, keep)
+    save._start() if async_save else save._run()
+    return save
+
+
+def finish_pending(world: World) -> None:
+    """Wait for the asynchronous save that is under way, if there is one. Collective."""
+    pending = _pending.get(world)
+    if pending is not None:
+        pending.wait()
+
+
+_pending: weakref.WeakKeyDictionary[World, CheckpointSave] = weakref.WeakKeyDictionary()
+"""The asynchronous save of each world that nobody has waited for: at most one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """What one rank writes: its part of the index, and the tensors by their keys in its file."""
+
+    index: Index
+    sources: Mapping[str, TensorSource]
+
+    def on_host(self) -> _Snapshot:
+        """With all values copied to host memory now."""
+        copies = {key: _host_copy(source.read()) for key, source in self.sources.items()}
+        if any(copy.is_pinned() for copy in copies.values()):
+            torch.cuda.synchronize()  # copies to pinned memory run on their own
+        return _Snapshot(self.index, {key: _source(copy) for key, copy in copies.items()})
+
+
+def _take_snapshot(
+    world: World, module: nn.Module, optimizer: Optimizer | None, scheduler: Any, extra: Any, step: int | None
+) -> _Snapshot:
+    holdings = Holdings.of(module)
+    sources: dict[str, TensorSource] = {}
+    piece_of = partial(_add_piece, sources, _tensor_file(world.rank))
+    tensors = {h.name: _module_record(h, piece_of) for h in holdings.tensors}
+    extra_states = {key: encode(value, f"the extra state {key!r}") for key, value in holdings.extra_states.items()}
+    index = Index(
+        module_class=holdings.class_name,
+        tensors=tensors,
+        files={},
+        random=holdings.random_states(),
+        extra_states=extra_states,
+        optimizer=None if optimizer is None else _optimizer_record(optimizer, holdings, piece_of),
+        scheduler=None if scheduler is None else encode(scheduler.state_dict(), "the scheduler's state"),
+        extra=encode(extra, "extra") if world.rank == 0 else None,
+        step=step,
+        num_ranks=world.size,
+    )
+    return _Snapshot(index, sources)
+
+
+AddPiece = Callable[[str, Tensor, Region], tuple[PieceRecord, ...]]
+"""Puts a tensor into this rank's file under a key; no piece if it is empty."""
+
+
+def _add_piece(sources: dict[str, TensorSource], file: str, key: str, value: Tensor, region: Region) -> tuple[PieceRecord, ...]:
+    check_dtype(key, value.dtype)
+    if not value.numel():
+        return ()
+    sources[key] = _source(value.detach())
+    return (PieceRecord(file, key, region),)
+
+
+def _module_record(holding: Holding, piece_of: AddPiece) -> TensorRecord:
+    pieces = piece_of(holding.name, holding.tensor, holding.region) if holding.is_owned else ()
+    return TensorRecord(holding.shape, holding.tensor.dtype, pieces, holding.names[1:])
+
+
+def _optimizer_record(optimizer: Optimizer, holdings: Holdings, piece_of: AddPiece) -> OptimizerRecord:
+    named = named_state(optimizer, holdings)
+    groups = tuple(
+        (names, {key: encode(value, f"the option {key!r} of the optimizer") for key, value in options.items()})
+        for names, options in named.groups
+    )
+    tensors: dict[str, dict[str, TensorRecord]] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for holding in holdings.tensors:
+        for key, value in named.state.get(holding.name, {}).items() if holding.is_owned else ():
+            like = is_like_parameter(holding.name, key, value, holding.region.shape, holding.is_cut)
+            full_key = state_key(holding.name, key)
+            if like is None:
+                values.setdefault(holding.name, {})[key] = encode(value, f"the optimizer state {full_key!r}")
+            else:
+                shape, region = (holding.shape, holding.region) if like else (value.shape, Region.whole(value.shape))
+                record = TensorRecord(tuple(shape), value.dtype, piece_of(full_key, value, region), like_parameter=like)
+                tensors.setdefault(holding.name, {})[key] = record
+    return OptimizerRecord(type(optimizer).__name__, groups, tensors, values)
+
+
+def _source(value: Tensor) -> TensorSource:
+    return TensorSource(tuple(value.shape), value.dtype, lambda: value)
+
+
+def _host_copy(value: Tensor) -> Tensor:
+    if not value.is_cuda:
+        return value.clone(memory_format=torch.contiguous_format).to("cpu")
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+
+
+def _tensor_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _part_file(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+def _failure_file(rank: int) -> str:
+    return f"rank-{rank:05d}.failed"

@@ -1,0 +1,189 @@
+"""Safetensors files: written one tensor at a time with their digest taken on the way, read as views of the mapped file.
+
+The ``safetensors`` package writes a file from tensors that are all in memory; merging a checkpoint must not need that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from shardwright.runtime.checkpoint.tensor_bytes import bytes_of
+from shardwright.runtime.errors import CheckpointError
+
+CODES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The dtypes safetensors can hold, by its names for them."""
+
+CHUNK_BYTES = 1 << 24
+"""How much is hashed, written or read at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """A tensor to be written: its shape and dtype, and where its values come from when it is its turn."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What a file must be: its length in bytes and its hex sha256."""
+
+    num_bytes: int
+    sha256: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"bytes": self.num_bytes, "sha256": self.sha256}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> FileRecord:
+        return cls(int(data["bytes"]), str(data["sha256"]))
+
+    def problem(self, path: Path) -> str | None:
+        """In words, how the file at ``path`` is not this one; ``None`` if it is. Reads all of it."""
+        try:
+            size = path.stat().st_size
+            if size != self.num_bytes:
+                return f"{path.name} has {size} bytes, {self.num_bytes} were written"
+            if digest_file(path) != self.sha256:
+                return f"{path.name} was altered: its sha256 is not that of what was written"
+        except FileNotFoundError:
+            return f"{path.name} is missing"
+        except OSError as error:
+            return f"{path.name} cannot be read: {error.strerror}"
+        return None
+
+
+def digest_file(path: Path) -> str:
+    """The hex sha256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, TensorSource], metadata: Mapping[str, str] | None = None) -> FileRecord:
+    """Write a safetensors file and flush it to the disk. One tensor at a time is in memory.
+
+    Raises :class:`CheckpointError` for a dtype that safetensors does not have.
+    """
+    digest, num_bytes = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for data in _contents(tensors, metadata or {}):
+            for start in range(0, len(data), CHUNK_BYTES):
+                chunk = data[start : start + CHUNK_BYTES]
+                digest.update(chunk)
+                file.write(chunk)
+            num_bytes += len(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord(num_bytes, digest.hexdigest())
+
+
+def _contents(tensors: Mapping[str, TensorSource], metadata: Mapping[str, str]) -> Iterator[memoryview]:
+    """The length of the header, the header, then the data of each tensor, larger elements first so that all are aligned."""
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    offset = 0
+    for name in names:
+        source = tensors[name]
+        check_dtype(name, source.dtype)
+        offsets = [offset, offset + source.num_bytes]
+        header[name] = {"dtype": CODES[source.dtype], "shape": list(source.shape), "data_offsets": offsets}
+        offset += source.num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little"))
+    yield memoryview(text)
+    for name in names:
+        value = tensors[name].read()
+        assert tuple(value.shape) == tensors[name].shape and value.dtype == tensors[name].dtype
+        yield bytes_of(value)
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raise :class:`CheckpointError` if a safetensors file cannot hold ``dtype``."""
+    if dtype not in CODES:
+        raise CheckpointError(
+            f"{name} has dtype {dtype}, which cannot be saved",
+            why="safetensors has no such dtype",
+            hint=f"one of {', '.join(str(known).removeprefix('torch.') for known in CODES)}",
+        )
+
+
+class MappedFiles:
+    """The safetensors files of a folder, mapped when they are first used and while the ``with`` block lasts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stack = ExitStack()
+        self._handles: dict[str, Any] = {}
+
+    def __enter__(self) -> MappedFiles:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    def view(self, file: str, key: str) -> Tensor:
+        """A tensor of a file as a view of the mapping: what is not used is not read. Copy what is to be kept.
+
+        Raises :class:`CheckpointError` if the file is no safetensors file or lacks the tensor.
+        """
+        handle = self._handle(file)
+        if key not in handle.keys():  # noqa: SIM118  (a handle is no mapping)
+            raise CheckpointError(f"{self.folder / file} does not hold {key!r}", why="its index says that it does")
+        tensor: Tensor = handle.get_tensor(key)
+        return tensor
+
+    def shapes(self, file: str) -> dict[str, tuple[int, ...]]:
+        """The tensors of a file and their shapes."""
+        handle = self._handle(file)
+        return {key: tuple(handle.get_slice(key).get_shape()) for key in handle.keys()}  # noqa: SIM118
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._handles:
+            path = self.folder / file
+            try:
+                self._handles[file] = self._stack.enter_context(safe_open(path, framework="pt"))
+            except Exception as error:
+                raise CheckpointError(
+                    f"{path} cannot be read", why=str(error), hint="the file is truncated or missing"
+                ) from error
+        return self._handles[file]

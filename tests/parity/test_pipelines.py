@@ -1,0 +1,94 @@
+"""Pipelines against one device that accumulates over the same microbatches: loss, gradients, parameters after AdamW steps.
+
+Every schedule, number of stages and number of microbatches on a tiny module; the models by a cover, the rest of their product
+in the slow tests.
+"""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+
+from shardwright.compiler.schedule.generate import SCHEDULES
+from shardwright.compiler.verification.verify import verify
+
+SIZES: list[dict[str, Any]] = [
+    {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2},
+    {"policy": "hybrid", "plan_ngpus": 4, "runtime_ngpus": 4},
+    {"policy": "pp", "plan_ngpus": 3, "runtime_ngpus": 3, "schedule": "gpipe", "num_microbatches": 2},
+    {"policy": "hybrid", "plan_ngpus": 4, "runtime_ngpus": 8, "schedule": "zb_h1"},
+    {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 4, "schedule": "1f1b_interleaved", "chunks": 2, "num_microbatches": 4},
+    {"policy": "hybrid", "plan_ngpus": 8, "runtime_ngpus": 8, "num_stages": 2, "dp": 2, "tp": 2, "num_microbatches": 3},
+    {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2, "schedule": "zb_v", "num_microbatches": 5},
+    {"policy": "pp", "plan_ngpus": 4, "runtime_ngpus": 4, "num_microbatches": 9},
+    {"policy": "tp", "plan_ngpus": 2, "runtime_ngpus": 4},
+    {"policy": "data", "plan_ngpus": 2, "runtime_ngpus": 2},
+]
+MODELS = ["gpt2", "llama", "t5", "vit", "resnet", "unet", "gpt2-uneven", "bert", "transformer"]
+
+
+def check(model: torch.nn.Module, inputs: dict[str, Any], sizes: dict[str, Any]) -> None:
+    options = dict(sizes)
+    policy, plan_ngpus, runtime_ngpus = (options.pop(name) for name in ("policy", "plan_ngpus", "runtime_ngpus"))
+    config = {"plan_ngpus": plan_ngpus, "runtime_ngpus": runtime_ngpus, "use_end2end": True, "pas_config": options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = verify(model, inputs, policy, config)
+    assert report.ok, str(report)
+
+
+class Deep(torch.nn.Module):
+    """Eight layers, enough for four ranks with two stages each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(8))
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return F.mse_loss(x, target), x
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("schedule", [name for name, method in SCHEDULES.items() if method.trains])
+def test_every_schedule_and_number_of_microbatches(schedule: str, num_ranks: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    inputs = {name: torch.randn(3, 6, generator=generator) for name in ("x", "target")}
+    for num_microbatches in range(1, 10):
+        if SCHEDULES[schedule].whole_rounds and num_microbatches % num_ranks:
+            continue
+        sizes = {"policy": "pp", "plan_ngpus": num_ranks, "runtime_ngpus": num_ranks}
+        check(Deep(), inputs, {**sizes, "schedule": schedule, "num_microbatches": num_microbatches})
+
+
+def _cases() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """(model, sizes): two for each model, all sizes over all models; and the rest."""
+    cover = [(name, (2 * i + k) % len(SIZES)) for i, name in enumerate(MODELS) for k in (0, 1)]
+    return cover, [(name, i) for name in MODELS for i in range(len(SIZES)) if (name, i) not in cover]
+
+
+COVER, REST = _cases()
+
+
+@pytest.mark.parametrize(("name", "index"), COVER)
+def test_models(name: str, index: int) -> None:
+    entry = zoo.get(name)
+    check(entry.build(), entry.inputs(), SIZES[index])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "index"), REST)
+def test_models_in_the_rest_of_the_product(name: str, index: int) -> None:
+    entry = zoo.get(name)
+    check(entry.build(), entry.inputs(), SIZES[index])
+
+
+def test_recompute_in_a_pipeline() -> None:
+    entry = zoo.get("gpt2")
+    sizes = {"policy": "hybrid", "plan_ngpus": 4, "runtime_ngpus": 4, "recompute": ["transformer.h.*"]}
+    check(entry.build(), entry.inputs(), sizes)

@@ -5,7 +5,8 @@ summands of gradients (G). Between neighbours, R -> G costs an all-reduce of the
 operator made costs twice as much gathered for G as for R; a slice of an R value costs a gather of its gradient. All of that is
 pairwise between two-valued choices and never prefers unlike neighbours, so the best choice for the whole graph is a minimum
 cut: operators on the source side are R, on the sink side G. Fewer key/value heads than ranks come out of it as G, as Megatron
-users know them; layer norms between row- and column-parallel products as R.
+users know them; layer norms between row- and column-parallel products as R. (Not pairwise, and priced as if they were: a value
+that a split operator cuts along one dim and others read cut along another, and one that is read in three or more cuts.)
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.size import product
 from shardwright.compiler.ir.value import IRValue, ValueKind
-from shardwright.compiler.ops.strategy import placements
+from shardwright.compiler.ops.strategy import layouts, placements
+from shardwright.compiler.plan.conversion import canonical
+from shardwright.runtime.layout import Mesh
 
 _FOREVER = 1 << 52
 _UNIT = 16  # an element; the tie-breaker below is less than that
@@ -96,7 +99,7 @@ def _price_value(
     """The costs between what makes a value and what reads it. ``copy`` is G if any reader wants the value as G."""
     moved = estimate(product(value.shape)) * (axis_size - 1) / axis_size
     copy = cut.node()
-    wants_slice = False
+    slices: set[str] = set()
     num_whole = int(is_output)
     for op, position in uses:
         if op.name in nodes:
@@ -105,7 +108,8 @@ def _price_value(
             continue
         assert op.rule is not None
         wanted = placements(op.rule, splits[op.name])[0][position]
-        wants_slice = wants_slice or wanted == "S"
+        if wanted == "S":
+            slices.add(_cut_of(op, position, splits[op.name], axis_size))
         if wanted == "G":
             cut.pay(copy, 1, _FOREVER)
     if producer is not None and producer[0].name in splits:
@@ -120,12 +124,20 @@ def _price_value(
     if producer is not None:
         source = nodes[producer[0].name]
     elif value.kind is ValueKind.PARAMETER:
-        if not num_whole and wants_slice:
+        if not num_whole and slices:
             return  # stored as its slices
         source = cut.node()
         cut.pay(0, source, 1.98 * moved)  # the reducer sums a G parameter's gradient, in buckets
     else:
         source = 0
-    cut.pay(source, copy, (1 if wants_slice else 2) * moved)
-    if wants_slice:
-        cut.pay(source, 1, moved)  # the gradient of a slice of an R value is gathered
+    # R -> G all-reduces the gradient, and slices of the G copy are free; without a G copy each slice's gradient is gathered
+    gathers = min(len(slices), 2)
+    cut.pay(source, copy, (2 - gathers) * moved)
+    cut.pay(source, 1, gathers * moved)
+
+
+def _cut_of(op: IROp, position: int, strategy: str, axis_size: int) -> str:
+    """How a split operator wants one of its operands cut."""
+    assert op.rule is not None
+    mesh = Mesh((("axis", axis_size),))
+    return str(canonical(layouts(op.rule, {"axis": strategy}, mesh)[0][position], mesh))

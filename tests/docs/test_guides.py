@@ -84,3 +84,14 @@ def test_the_readme_trains_on_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(blocks("README.md")[0])
     torchrun(tmp_path, "train.py")
     assert len(list(tmp_path.rglob("gencode*.py"))) == 2
+
+
+def test_the_pipeline_of_the_guide_trains_on_two_ranks(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(blocks("docs/pipelines.md")[0])
+    torchrun(tmp_path, "train.py")
+    assert "1F0 1B0" in next(tmp_path.rglob("gencode1.py")).read_text()
+
+
+def test_the_schedules_of_the_guide(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(blocks("docs/pipelines.md")[1], "guide", "exec"), {})
+    assert "1f1b bubble 27%, microbatches held (4, 3, 2, 1)" in capsys.readouterr().out

@@ -11,6 +11,7 @@ from typing import Any
 import sympy
 import torch
 
+from shardwright.compiler.ir.dims import ModelDims
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.op import Arg, IROp, RankDevice, WhenTraining
 from shardwright.compiler.ir.size import Size, to_python
@@ -42,7 +43,7 @@ def print_graph(graph: IRGraph) -> str:
     lines += [f"  constant {print_value(value)}" for value, _ in graph.constants]
     lines += [f"  default {name} = {print_arg(default)}" for name, default in graph.defaults]
     lines += [f"  where {print_size(condition)}" for condition in graph.conditions]
-    lines += [f"  {print_op(op)}" for op in graph.ops]
+    lines += [f"  {print_op(op, graph.dims)}" for op in graph.ops]
     lines += [f"  update %{before.name} = %{after.name}" for before, after in graph.buffer_updates]
     lines.append(f"  return {print_tree(graph.output)}")
     text = "\n".join(lines) + "\n"
@@ -51,11 +52,12 @@ def print_graph(graph: IRGraph) -> str:
     return text
 
 
-def print_op(op: IROp) -> str:
-    """One operator; its rule's annotation follows where there is one."""
+def print_op(op: IROp, dims: ModelDims | None = None) -> str:
+    """One operator; behind it the dims of its results by name and its rule's annotation, where they are known."""
     results = ", ".join(print_value(value) for value in op.results)
     args = ", ".join(_named_arg(name, value, position) for position, (name, value) in enumerate(op.args))
-    notes = [op.module_path, print_location(op)]
+    notes = [dims.describe(value.name) for value in op.results] if dims is not None else []
+    notes += [op.module_path, print_location(op)]
     notes += [f"[{op.region}]"] if op.region else []
     notes += [f"autocast({print_dtype(op.autocast)})"] if op.autocast else []
     notes += [] if op.grad_enabled else ["no_grad"]

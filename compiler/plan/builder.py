@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields, replace
 from shardwright.compiler.ir.dims import DimClass
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ir.printer import print_graph
 from shardwright.compiler.ops.strategy import allowed
 from shardwright.compiler.plan.check import check_assignment, check_layout, ops_of, output_paths, suggestion
 from shardwright.compiler.plan.plan import Note, Plan
@@ -29,6 +30,10 @@ class PlannableGraph(IRGraph):
     """A graph with rules and dims, and the plan being made for it."""
 
     plan: Plan | None = None
+
+    def __str__(self) -> str:
+        """One line per operator, with the names of its dims and its rule."""
+        return print_graph(self)
 
     @classmethod
     def of(cls, graph: IRGraph) -> PlannableGraph:

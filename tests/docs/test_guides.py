@@ -55,12 +55,19 @@ def test_the_first_compile_of_getting_started(tmp_path: Path, monkeypatch: pytes
     assert len(list(tmp_path.rglob("gencode*.py"))) == 2
 
 
-def test_the_policy_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = blocks("docs/getting-started.md")[0]
-    policy = blocks("docs/custom-policies.md")[0].replace("config)", "config, load_module=False, instance_name='own')", 2)
-    policy = policy.replace("(graph, config, load_module=False, instance_name='own')", "(graph, config)")
-    run_as_module(tmp_path, monkeypatch, f"{first}\nmodel = Net()\n{DUMMY_ARGS}\n{policy}", "guide_policy")
-    assert "/tp" in next(path for path in tmp_path.rglob("gencode0.py") if "own" in path.parts).read_text()
+def test_the_policies_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    first, page = blocks("docs/getting-started.md")[0], "docs/custom-policies.md"
+    policies = "\n".join(
+        re.sub(r"(my_policy|every_verb), (config|four)\)", r"\1, \2, load_module=False, instance_name='\1')", block)
+        for block in blocks(page)[:2]
+    )
+    run_as_module(tmp_path, monkeypatch, f"{first}\nmodel = Net()\n{DUMMY_ARGS}\n{policies}", "guide_policy")
+    shown = re.findall(r"```text\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)[0]
+    without_lines = re.sub(r"[a-z_]+\.py:\d+", "", capsys.readouterr().out)
+    assert re.sub(r"[a-z_]+\.py:\d+", "", shown) in without_lines
+    sources = {path.parent.name: path.read_text() for path in tmp_path.rglob("gencode0.py")}
+    assert "[256/tp, 64]" in sources["my_policy"]
+    assert '"up.weight", "[256/tp, 64] G(dp)"' in sources["every_verb"] and '"up.bias", "[256]' in sources["every_verb"]
 
 
 def test_the_registered_function_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

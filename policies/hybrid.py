@@ -28,8 +28,9 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
     check_end2end("hybrid", config)
     options = read_options(HybridOptions, config.pas_config, policy="hybrid")
     num_stages, tp = _sizes(options, config.plan_ngpus)
-    order = config.rank_order or "pp-dp-tp"
-    builder = graph.builder(mesh={"pp": num_stages, "dp": options.dp, "tp": tp}, order=order)
+    sizes = {"pp": num_stages, "dp": options.dp, "tp": tp}
+    axes = {name: size for name, size in sizes.items() if size > 1 or name == "pp"}
+    builder = graph.builder(mesh=axes, order=config.rank_order)
     if options.dp > 1:
         split_dims(builder, "dp", batch_classes(graph))
     if tp > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,7 +116,7 @@ class _PipelineWriter(_Writer):
             "num_microbatches": plan.num_microbatches,
             "class_name": program.graph.name,
             "inputs": self._whole_inputs(),
-            "arguments": sample_arguments(program.graph),
+            "arguments": tuple_text(f'"{name}"' for name in sample_arguments(program.graph)),
             "output_stages": self._output_stages(),
             "shared": sorted(program.shared.items()),
             "declarations": self._declarations(),
@@ -187,9 +188,14 @@ def _by_path(tree: Tree, path: str) -> Tree:
 
 
 def _stage_text(mesh: Mesh, ranks: tuple[int, ...]) -> str:
-    axes = "".join(f'("{axis}", {size}), ' for axis, size in mesh.axes).rstrip(" ")
-    numbers = ", ".join(map(str, ranks)) + ("," if len(ranks) == 1 else "")
-    return f"Stage(Mesh(({axes})), ({numbers}))"
+    axes = tuple_text([f'("{axis}", {size})' for axis, size in mesh.axes])
+    return f"Stage(Mesh({axes}), {tuple_text(map(str, ranks))})"
+
+
+def tuple_text(items: Iterable[str]) -> str:
+    """The source of a tuple of sources."""
+    words = list(items)
+    return f"({', '.join(words)}{',' if len(words) == 1 else ''})"
 
 
 def _segment(program: PipelineProgram, index: int, rank: int) -> dict[str, Any]:
@@ -198,10 +204,10 @@ def _segment(program: PipelineProgram, index: int, rank: int) -> dict[str, Any]:
     names = {value.name: path for path, value in _input_paths(program)}
     return {
         "stage": index,
-        "reads": [names[value.name] for value in stage.reads],
+        "reads": tuple_text(f'"{names[value.name]}"' for value in stage.reads),
         "receives": [_transfer(_crossing(program, v, s, index), rank, arriving=True) for v, s in stage.receives],
         "sends": [_transfer(_crossing(program, v, index, t), rank, arriving=False) for v, t in stage.sends],
-        "outputs": [path for path, _ in stage.outputs],
+        "outputs": tuple_text(f'"{path}"' for path, _ in stage.outputs),
     }
 
 
@@ -242,5 +248,4 @@ def _transfer(crossing: Crossing, rank: int, *, arriving: bool) -> list[str]:
 
 
 def _boxes(items: list[tuple[int, Box]]) -> str:
-    text = ", ".join(f"({peer}, {box})" for peer, box in items)
-    return f"({text}{',' if len(items) == 1 else ''})"
+    return tuple_text(f"({peer}, {box})" for peer, box in items)

@@ -18,18 +18,18 @@ from typing import Any
 import jinja2
 
 from shardwright.compiler.codegen.blocks import Run, Update, container_path, group_blocks, layered, size_symbols
+from shardwright.compiler.codegen.comments import describe, legend
+from shardwright.compiler.codegen.imports import sorted_imports
 from shardwright.compiler.codegen.names import Scope, attribute_path
 from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, wrap
-from shardwright.compiler.ir.dims import ModelDims
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.op import leaves
-from shardwright.compiler.ir.size import Size, to_python
+from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.render import argument_source, call_source, imports_of
 from shardwright.compiler.plan.conversion import CutSizes
 from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Instruction, Program
 from shardwright.compiler.trace.naming import identifier
-from shardwright.runtime.layout import Layout
 
 RUNTIME_IMPORTS = {
     "Mesh": "from shardwright.runtime.layout import Mesh",
@@ -60,7 +60,7 @@ def emit(
 
     ``seed`` and ``rng`` are those of the config: where random operators start, and whether plans share their draws.
     """
-    writer = _Writer(program)
+    writer = Writer(program)
     fields = {**writer.fields(origin), "seed": seed, "rng": rng, "end2end": end2end}
     template = template_named("module.py.jinja")
     mesh = program.plan.mesh
@@ -98,7 +98,7 @@ class _Method:
 
 
 @dataclass
-class _Writer:
+class Writer:
     program: Program
     imports: set[str] = field(default_factory=set)
     methods: dict[Any, _Method] = field(default_factory=dict)
@@ -123,8 +123,8 @@ class _Writer:
             "forward": forward,
             "evaluation": evaluation,
             "methods": [method.lines for method in self.methods.values()],
-            "imports": _sorted_imports(self.imports | {"import torch"}),
-            "dims": graph.dims and _legend(graph.dims, program),
+            "imports": sorted_imports(self.imports | {"import torch"}),
+            "dims": graph.dims and legend(graph.dims, program),
         }
 
     def _need(self, *names: str) -> None:
@@ -234,7 +234,7 @@ class _Writer:
         head = self._unpack(scope)
         body = self._statements(program, scope)
         body.append(Line(f"return {self._output(program.output, scope)}"))
-        return layout_lines([*head, *_axis_lines(body, program.plan.mesh.names), *body], 8)
+        return layout_lines([*head, *axis_lines(body, program.plan.mesh.names), *body], 8)
 
     def _statements(self, program: Program, scope: Scope) -> list[Line]:
         """The operators, adapters and buffer updates of a program; repeated blocks become methods."""
@@ -384,7 +384,7 @@ class _Writer:
         if run.container:
             number = ", number ``layer``" if takes_layer else ""
             text.append(f'        """``block`` is one of ``{run.container[0] or "self"}``{number}."""')
-        text += layout_lines([*_axis_lines(lines, program.plan.mesh.names), *lines], 8)
+        text += layout_lines([*axis_lines(lines, program.plan.mesh.names), *lines], 8)
         self.methods[run.key] = _Method(name, text, takes_layer)
         return self.methods[run.key]
 
@@ -445,7 +445,7 @@ def _input_names(instances: list[Run]) -> list[str]:
     return names
 
 
-def _axis_lines(lines: Iterable[Line], axes: tuple[str, ...]) -> list[Line]:
+def axis_lines(lines: Iterable[Line], axes: tuple[str, ...]) -> list[Line]:
     """``tp = self.axis("tp")`` for the axes that the lines use."""
     text = "\n".join(line.code for line in lines)
     return [
@@ -483,57 +483,3 @@ def _shape_text(value: IRValue) -> str:
 def sample_arguments(graph: IRGraph) -> list[str]:
     """The arguments of forward that hold tensors: what a sample of ``train_step`` gives."""
     return [name for name, tree in graph.signature if any(isinstance(leaf, IRValue) for _, leaf in tree.leaves())]
-
-
-def describe(value: IRValue, layout: Layout, dims: ModelDims | None) -> str:
-    """``[batch, seq, heads/tp * head_dim] P(dp)``: the dims of the model where they are known, else sizes."""
-    classes = dims.values.get(value.name) if dims else None
-    words = []
-    for index, atoms in enumerate(layout.dims):
-        names = classes[index] if classes and index < len(classes) else ()
-        if dims is not None and len(names) == len(atoms):
-            parts = []
-            for class_index, atom in zip(names, atoms, strict=True):
-                name = dims.classes[class_index].name
-                parts.append("/".join([name if not name.startswith("dim") else _size_word(atom.size), *atom.axes]))
-            words.append(" * ".join(parts))
-        else:
-            words.append(" * ".join("/".join([_size_word(atom.size), *atom.axes]) for atom in atoms))
-    marks = [f"P({', '.join(layout.partial)})"] if layout.partial else []
-    marks += [f"G({', '.join(layout.grad_partial)})"] if layout.grad_partial and value.requires_grad else []
-    return " ".join([f"[{', '.join(words)}]", *marks])
-
-
-def _size_word(size: Size) -> str:
-    return to_python(size).replace(" ", "")
-
-
-def _legend(dims: ModelDims, program: Program) -> str:
-    """The sizes of the named dims that occur in comments."""
-    used: dict[str, str] = {}
-    for instruction in program.body:
-        if isinstance(instruction, Compute):
-            for value in instruction.original.results:
-                for dim in dims.values.get(value.name, ()):
-                    for index in dim:
-                        name = dims.classes[index].name
-                        if not name.startswith("dim"):
-                            used.setdefault(name, _size_word(dims.classes[index].size))
-    return ", ".join(f"{name} {size}" for name, size in used.items())
-
-
-def _sorted_imports(statements: set[str]) -> list[str]:
-    """Standard library and third parties first, then ours; names from one module on one line."""
-    plain = sorted(s for s in statements if s.startswith("import "))
-    merged: dict[str, set[str]] = {}
-    for statement in statements:
-        if statement.startswith("from "):
-            module, _, name = statement.removeprefix("from ").partition(" import ")
-            merged.setdefault(module, set()).add(name)
-    froms = []
-    for module in sorted(merged):
-        text = f"from {module} import {', '.join(sorted(merged[module]))}"
-        froms += (
-            [text] if len(text) <= 128 else [f"from {module} import (", *(f"    {n}," for n in sorted(merged[module])), ")"]
-        )
-    return [*plain, "", *froms]

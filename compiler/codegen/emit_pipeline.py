@@ -8,15 +8,9 @@ from typing import Any
 
 import torch
 
-from shardwright.compiler.codegen.emit import (
-    Origin,
-    _axis_lines,
-    _legend,
-    _sorted_imports,
-    _Writer,
-    sample_arguments,
-    template_named,
-)
+from shardwright.compiler.codegen.comments import legend
+from shardwright.compiler.codegen.emit import Origin, Writer, axis_lines, sample_arguments, template_named
+from shardwright.compiler.codegen.imports import sorted_imports
 from shardwright.compiler.codegen.names import Scope
 from shardwright.compiler.codegen.text import Line, layout_lines, wrap
 from shardwright.compiler.ir.graph import Tree
@@ -93,7 +87,7 @@ def wrap_actions(text: str, width: int = 104) -> list[str]:
 
 
 @dataclass
-class _PipelineWriter(_Writer):
+class _PipelineWriter(Writer):
     pipeline: PipelineProgram | None = None
     own: tuple[int, ...] = ()
 
@@ -107,7 +101,7 @@ class _PipelineWriter(_Writer):
         bodies = [self._stage_lines(index) for index in self.own]
         output = self._output_lines(program.graph.output)
         self.imports |= set(PIPELINE_IMPORTS)
-        legend = _legend(program.graph.dims, self.program) if program.graph.dims else ""
+        dims = program.graph.dims
         return {
             "origin": origin,
             "mesh": f"{len(plan.stages)} stages, {plan.schedule}, {plan.num_microbatches} microbatches",
@@ -123,8 +117,8 @@ class _PipelineWriter(_Writer):
             "bodies": bodies,
             "output": output,
             "methods": [method.lines for method in self.methods.values()],
-            "imports": _sorted_imports(self.imports | {"import torch"}),
-            "dims": legend,
+            "imports": sorted_imports(self.imports | {"import torch"}),
+            "dims": legend(dims, self.program) if dims else "",
         }
 
     def _whole_inputs(self) -> list[tuple[str, str]]:
@@ -145,7 +139,7 @@ class _PipelineWriter(_Writer):
         results = ", ".join(self._output(Tree("leaf", value), scope) for value in leaves)
         body.append(Line(f"return ({results}{',' if len(leaves) == 1 else ''})"))
         head = [f"    {line}" for line in wrap(f"def stage{index}({', '.join(['self', *arguments])}):", 124)]
-        return [*head, *layout_lines([*_axis_lines(body, program.plan.mesh.names), *body], 8)]
+        return [*head, *layout_lines([*axis_lines(body, program.plan.mesh.names), *body], 8)]
 
     def _output_lines(self, tree: Tree) -> list[str]:
         """The body of ``output``: the result structure over its leaves by path."""

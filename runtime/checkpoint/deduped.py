@@ -160,7 +160,7 @@ def _share_state(world: World, holdings: Holdings, pieces: list[_SharedPiece], n
                 given = named.state.get(holding.name, {}).get(key) if piece.is_source else None
                 if given is None:
                     given = torch.zeros(shape, dtype=decode(description["dtype"]), device=holding.tensor.device)
-                value = given.to(holding.tensor.device)
+                value = given.to(holding.tensor.device, copy=True)
                 if piece.communicator is not None and value.numel():
                     value = piece.communicator.broadcast(value, piece.source)
             state.setdefault(holding.name, {})[key] = value

@@ -211,7 +211,9 @@ def _merge_optimizers(ranks: Sequence[tuple[_RankState, Mapping[str, Any]]], ord
                 if like:
                     assembly.add(f"{name}/{key}", value, whole_shape, region)
                     value = assembly.wholes[f"{name}/{key}"]
-                state.setdefault(name, {}).setdefault(key, value.clone() if like is False else value)
+                elif isinstance(value, Tensor):
+                    value = value.detach().to("cpu", copy=True)
+                state.setdefault(name, {}).setdefault(key, value)
     assembly.finish()
     assert merged is not None
     return NamedState(merged.groups, state).to_state_dict(order)
@@ -275,19 +277,22 @@ def _named_by_number(optimizer: Optimizer, holdings: Holdings, state_dict: Mappi
 
 
 def _cut_state(named: NamedState, holdings: Holdings) -> NamedState:
-    """The pieces that belong to this rank's parameters, of state whose tensors are whole."""
-    state = {}
+    """The pieces that belong to this rank's parameters, of state whose tensors are whole. All are copies: optimizers count
+    steps in place, and ranks that are threads may share the whole.
+    """
     by_name = {holding.name: holding for holding in holdings.tensors}
-    for name, entries in named.state.items():
-        holding = by_name[name]
-        state[name] = {
-            key: _piece(value, holding) if isinstance(value, Tensor) and tuple(value.shape) == holding.shape else value
-            for key, value in entries.items()
-        }
-    return NamedState(named.groups, state)
+    return NamedState(
+        named.groups,
+        {
+            name: {key: _cut(value, by_name[name]) if isinstance(value, Tensor) else value for key, value in entries.items()}
+            for name, entries in named.state.items()
+        },
+    )
 
 
-def _piece(whole: Tensor, holding: Holding) -> Tensor:
+def _cut(whole: Tensor, holding: Holding) -> Tensor:
+    if tuple(whole.shape) != holding.shape:
+        return whole.clone()
     piece = torch.empty(holding.region.shape, dtype=whole.dtype, device=holding.tensor.device)
     copy_shared(piece, holding.region, whole, Region.whole(holding.shape))
     return piece

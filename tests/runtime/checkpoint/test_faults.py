@@ -1,0 +1,191 @@
+"""Whatever kills a save, the newest complete checkpoint loads; whatever damages one is named."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import checkpoints as c
+import pytest
+import torch
+from spawn import run_processes
+from torch import nn
+
+import shardwright
+from shardwright.runtime.checkpoint.folders import complete_folders
+from shardwright.runtime.checkpoint.index import Index
+from shardwright.runtime.errors import CheckpointError
+from shardwright.runtime.threads import run_ranks
+
+
+class Net(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4, 3), float(value)))
+        self.bias = nn.Parameter(torch.full((3,), float(value)))
+
+
+def save(directory, value, **options):
+    net = Net(value)
+    optimizer = torch.optim.Adam(net.parameters())
+    (net.weight.sum() + net.bias.sum()).backward()
+    optimizer.step()
+    return shardwright.save_checkpoint(directory, net, optimizer, step=value, **options)
+
+
+def current_step(directory):
+    """The step of the current checkpoint, all of it loaded and checked."""
+    net = Net(0)
+    loaded = shardwright.load_checkpoint(directory, net, torch.optim.Adam(net.parameters()))
+    assert torch.allclose(net.weight, torch.full((4, 3), loaded.step - 0.001), atol=1e-4)
+    return loaded.step
+
+
+TOUCHING = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.listdir", "os.scandir")
+"""What Python reports of a process that changes or reads a file system."""
+
+
+def killed_at(directory: Path, number: int, num_ranks: int, asynchronous: bool) -> bool:
+    """Save in a process that is killed when it touches ``directory`` for the ``number``-th time. Whether it was."""
+    child = os.fork()
+    if child == 0:
+        count = 0
+
+        def kill(event, arguments):
+            nonlocal count
+            if event in TOUCHING and str(directory) in str(arguments[0]):
+                count += 1
+                if count == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(kill)
+        try:
+            if num_ranks > 1:
+                run_ranks(num_ranks, lambda rank: save(directory, 3, keep=1, async_save=asynchronous).wait())
+            else:
+                save(directory, 3, keep=1, async_save=asynchronous).wait()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.parametrize(("num_ranks", "asynchronous"), [(1, False), (2, False), (2, True)])
+def test_killed_at_any_moment(tmp_path, num_ranks, asynchronous):
+    """Every call that touches the directory is tried: while files are written, made current, and older ones deleted."""
+    outcomes = []
+    for number in range(1, 200):
+        directory = tmp_path / str(number)
+        save(directory, 1, keep=None)
+        save(directory, 2, keep=None)
+        was_killed = killed_at(directory, number, num_ranks, asynchronous)
+        outcomes.append(current_step(directory))
+        assert outcomes[-1] in (2, 3)
+        save(directory, 4, keep=1)  # the run goes on, and cleans up
+        assert current_step(directory) == 4
+        assert len(complete_folders(directory)) == 1 and len(list(directory.iterdir())) == 2
+        if not was_killed:
+            break
+    assert not was_killed and outcomes[-1] == 3
+    assert outcomes.count(2) >= 8 and outcomes.count(3) >= 3, outcomes  # before and after it became current
+
+
+@pytest.mark.parametrize("phase", ["write", "index part", "commit"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_fails(tmp_path, monkeypatch, phase, rank):
+    """An error of one rank is raised on all, and the previous checkpoint stays."""
+    from shardwright.runtime.checkpoint import save as saving
+    from shardwright.runtime.world import current_world
+
+    if phase == "commit" and rank == 1:
+        pytest.skip("rank 0 commits")
+    save(tmp_path, 1)
+    original = {"write": saving.write_tensors, "index part": Index.write, "commit": saving.make_current}[phase]
+
+    def failing(*arguments):
+        if phase == "commit" or f"rank-{rank:05d}" in str(arguments):
+            raise OSError(28, "No space left on device")
+        return original(*arguments)
+
+    if phase == "index part":
+        monkeypatch.setattr(Index, "write", failing)
+    else:
+        monkeypatch.setattr(saving, "write_tensors" if phase == "write" else "make_current", failing)
+
+    def run(index):
+        module = nn.Linear(2, 2)
+        with pytest.raises((CheckpointError, OSError), match="No space left on device"):
+            shardwright.save_checkpoint(tmp_path, module, step=2)
+        return current_world().rank
+
+    if phase == "write" and rank == 1:
+        # Rank 1 of ordinary modules has no tensors to write; a compiled one's does.
+        def run(index):
+            trainer = c.trainer("mlp", ("tp", 2, 2))
+            with pytest.raises((CheckpointError, OSError), match="No space left on device"):
+                shardwright.save_checkpoint(tmp_path, trainer.module, step=2)
+            return index
+
+        c.directory_of("mlp", ("tp", 2, 2))
+    assert run_ranks(2, run) == [0, 1]
+    assert (tmp_path / "LATEST").read_text() == "000001-step-1\n"
+
+
+def damage_cases():
+    def flip(path):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+
+    return [
+        ("rank-00000.safetensors", flip, "rank-00000.safetensors was altered"),
+        ("rank-00001.safetensors", flip, "rank-00001.safetensors was altered"),
+        ("rank-00001.safetensors", lambda path: os.truncate(path, 100), "rank-00001.safetensors has 100 bytes"),
+        ("rank-00001.safetensors", Path.unlink, "rank-00001.safetensors is missing"),
+        ("index.json", lambda path: path.write_text(path.read_text().replace("[16]", "[61]", 1)), "index.json was altered"),
+        ("index.json", Path.unlink, "LATEST names '000001', which is no complete checkpoint"),
+    ]
+
+
+@pytest.mark.parametrize(("file", "damage", "message"), damage_cases())
+def test_damage_is_named_on_all_ranks_and_nothing_changes(tmp_path, file, damage, message):
+    plan = ("tp", 2, 2)
+
+    def run():
+        trainer = c.trainer("gpt2", plan)
+        shardwright.save_checkpoint(tmp_path, trainer.module, trainer.optimizer)
+
+    c.on("gpt2", plan, run)
+    damage(tmp_path / "000001" / file)
+
+    def load():
+        trainer = c.trainer("gpt2", plan)
+        before = c.state_of(trainer.module)
+        with pytest.raises(CheckpointError, match=message):
+            shardwright.load_checkpoint(tmp_path, trainer.module, trainer.optimizer)
+        c.assert_same(c.state_of(trainer.module), before)
+        return True
+
+    assert c.on("gpt2", plan, load) == [True, True]
+    with pytest.raises(CheckpointError, match=message):
+        shardwright.read_checkpoint(tmp_path)
+
+
+def test_a_pointer_to_elsewhere_is_not_followed(tmp_path):
+    save(tmp_path / "run", 1)
+    (tmp_path / "run" / "LATEST").write_text("../other\n")
+    with pytest.raises(CheckpointError, match=r"names '../other', which is no complete checkpoint\n.*000001-step-1"):
+        current_step(tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("phase", ["write", "part", "commit"])
+def test_a_killed_process_among_others(tmp_path, victim, phase):
+    """Real processes: one of two is killed in a phase of the save; the other one fails, and the first checkpoint loads."""
+    with pytest.raises(Exception, match="SIGKILL|terminated"):
+        run_processes(2, "checkpoint_jobs:save_until_killed", str(tmp_path), victim, phase)
+    assert (tmp_path / "LATEST").read_text() == "000001-step-1\n"
+    assert shardwright.read_checkpoint(tmp_path).step == 1

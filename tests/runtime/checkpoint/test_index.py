@@ -1,0 +1,71 @@
+"""The index: exact round trips, digests of itself, and what parts of several ranks make together."""
+
+import json
+
+import pytest
+import torch
+
+from shardwright.runtime.checkpoint.index import Index, OptimizerRecord, PieceRecord, TensorRecord
+from shardwright.runtime.checkpoint.regions import Region
+from shardwright.runtime.checkpoint.tensor_files import FileRecord
+from shardwright.runtime.errors import CheckpointError
+
+
+def part(rank, start, stop):
+    """The part of one rank of two: a vector of four in two halves."""
+    file = f"rank-{rank}.safetensors"
+    pieces = lambda key: (PieceRecord(file, key, Region((((start, stop),),))),)  # noqa: E731
+    optimizer = OptimizerRecord(
+        "AdamW",
+        ((("w",), {"lr": 0.1, "betas": {"tuple": [0.9, 0.99]}}),),
+        {"w": {"exp_avg": TensorRecord((4,), torch.float32, pieces("w/exp_avg"))}},
+        {"w": {"step": 3}},
+    )
+    tensors = {"w": TensorRecord((4,), torch.float32, pieces("w"), ("tied",))}
+    return Index("Net", tensors, {file: FileRecord(10, "ab")}, {"": {"seed": 1}}, {}, optimizer, step=rank + 5, num_ranks=2)
+
+
+def test_parts_make_a_whole(tmp_path):
+    first, second = part(0, 0, 2), part(1, 2, 4)
+    assert not any(record.is_complete for _, record in first.records())
+    whole = first.merged(second)
+    assert [name for name, _ in whole.records()] == ["w", "w/exp_avg"]
+    assert all(record.is_complete for _, record in whole.records())
+    assert whole.step == 5 and len(whole.files) == 2
+    assert first.merged(first).tensors["w"].pieces == first.tensors["w"].pieces
+    path = tmp_path / "index.json"
+    whole.write(path)
+    assert Index.read(path).to_json() == whole.to_json()
+    assert Index.read(path).tensors == whole.tensors
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda text: text[: len(text) // 2], "was altered or truncated"),
+        (lambda text: text.replace('"lr": 0.1', '"lr": 0.2'), "was altered or truncated"),
+        (lambda text: "[]", "was altered or truncated"),
+        (lambda text: "", "was altered or truncated"),
+    ],
+)
+def test_damage(tmp_path, damage, message):
+    path = tmp_path / "index.json"
+    part(0, 0, 2).write(path)
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(CheckpointError, match=message):
+        Index.read(path)
+
+
+def test_another_version(tmp_path, monkeypatch):
+    path = tmp_path / "index.json"
+    monkeypatch.setattr("shardwright.runtime.checkpoint.index.FORMAT_VERSION", 99)
+    part(0, 0, 2).write(path)
+    monkeypatch.undo()
+    assert json.loads(path.read_text())["format_version"] == 99
+    with pytest.raises(CheckpointError, match="its format version is 99, here it is 1"):
+        Index.read(path)
+
+
+def test_no_index(tmp_path):
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint\n.*there is no index.json"):
+        Index.read(tmp_path / "index.json")

@@ -1,0 +1,91 @@
+"""Regions against brute force: every element of the whole has a number, pieces are what layouts say."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layouts import decode, dim_indices, encode
+
+from shardwright.runtime.checkpoint.regions import Region, copy_shared, shared_elements
+from shardwright.runtime.layout import Atom, Layout, Mesh
+
+MESHES = [Mesh(), Mesh((("a", 2),)), Mesh((("a", 3),)), Mesh((("a", 2), ("b", 3)))]
+
+
+@st.composite
+def placed(draw, sizes):
+    """A mesh and a layout of a tensor whose dims are products of the given sizes."""
+    mesh = draw(st.sampled_from(MESHES))
+    free = list(mesh.names)
+    dims = []
+    for factors in sizes:
+        atoms = []
+        for factor in factors:
+            axes = [axis for axis in list(free) if draw(st.booleans())]
+            free = [axis for axis in free if axis not in axes]
+            cuts = draw(st.booleans()) and factor > 2
+            atoms.append(Atom((factor - 2, 2) if cuts else (factor,), tuple(axes)))
+        dims.append(tuple(atoms))
+    return mesh, Layout(tuple(dims))
+
+
+SIZES = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), max_size=3)
+
+
+@st.composite
+def two_layouts(draw):
+    sizes = draw(SIZES)
+    return draw(placed(sizes)), draw(placed(sizes))
+
+
+@given(two_layouts())
+@settings(max_examples=150, deadline=None)
+def test_pieces_of_one_layout_become_those_of_another(case):
+    (mesh, layout), (to_mesh, to_layout) = case
+    whole = torch.arange(1.0, 1 + torch.Size(layout.shape).numel(), dtype=torch.float64).view(layout.shape)
+    pieces = encode(whole, layout, mesh)
+    results = []
+    for to_coords in to_mesh.all_coords():
+        region = Region.of(to_layout, to_mesh, to_coords)
+        assert region.shape == to_layout.local_shape(to_mesh, to_coords)
+        target = torch.zeros(region.shape, dtype=torch.float64)
+        copied = 0
+        for coords in layout.owners(mesh):
+            source_region = Region.of(layout, mesh, coords)
+            source = pieces[mesh.rank(coords)]
+            count = copy_shared(target, region, source, source_region)
+            assert count == shared_elements(region, source_region)
+            copied += count
+        assert copied == region.num_elements
+        results.append(target)
+    assert torch.equal(decode(results, to_layout, to_mesh), whole)
+
+
+@given(two_layouts())
+@settings(max_examples=50, deadline=None)
+def test_runs_are_the_indices(case):
+    (mesh, layout), _ = case
+    for coords in mesh.all_coords():
+        region = Region.from_json(Region.of(layout, mesh, coords).to_json())
+        for dim, runs in enumerate(region.runs):
+            assert [i for start, stop in runs for i in range(start, stop)] == dim_indices(layout, dim, mesh, coords)
+
+
+def test_only_what_is_shared_is_written():
+    target = torch.zeros(4)
+    assert copy_shared(target, Region((((0, 4),),)), torch.tensor([5.0, 6.0]), Region((((1, 2), (3, 4)),))) == 2
+    assert target.tolist() == [0, 5, 0, 6]
+    assert copy_shared(target, Region((((0, 4),),)), torch.ones(2), Region((((4, 6),),))) == 0
+
+
+def test_many_fragments_are_copied_by_index():
+    whole = torch.arange(128.0).view(64, 2)
+    even = Region((tuple((i, i + 1) for i in range(0, 64, 2)), ((0, 2),)))
+    target = torch.zeros(32, 2, dtype=torch.float64)  # the dtype is converted
+    assert copy_shared(target, even, whole, Region.whole(whole.shape)) == 64
+    assert torch.equal(target, whole[::2].double())
+
+
+def test_scalars_and_empty_tensors():
+    target = torch.zeros(())
+    assert copy_shared(target, Region(()), torch.tensor(3.0), Region(())) == 1 and target == 3
+    assert copy_shared(torch.zeros(0, 2), Region.whole((0, 2)), torch.zeros(0, 2), Region.whole((0, 2))) == 0

@@ -94,11 +94,11 @@ REFUSALS = {
         "  why:   this version has no support for splitting the optimizer state over the units\n"
         "  try:   leave out use_zero",
     ),
-    "end2end is not there yet": (
-        {"use_end2end": True},
-        "use_end2end=True is not available yet\n"
-        "  why:   this version has no support for end2end modules and pipelines\n"
-        "  try:   leave out use_end2end",
+    "constant folding is not there yet": (
+        {"constant_folding": True},
+        "constant_folding=True is not available yet\n"
+        "  why:   this version has no support for computing parts of a model while compiling\n"
+        "  try:   leave out constant_folding",
     ),
     "distributed optimizer is not there yet": (
         {"distributed_optimizer": {}},

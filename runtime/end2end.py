@@ -1,14 +1,15 @@
 """End-to-end modules: those whose first result is the loss, trained by ``train_step(samples)``.
 
 A sample is what one call of the module takes, and one microbatch. It is the module's first argument; where the module was
-compiled with several, a mapping of them by name, or a tuple of them in order. Gradients of the samples are added up.
+compiled with several that hold tensors, a mapping of them by name, or a tuple of them in order. Gradients of the samples are
+added up.
 
 Here is what all such modules share, and the steps of those without pipeline stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -57,18 +58,21 @@ def check_dummies(owner: str, is_dummy_batch: Sequence[bool] | None, num_samples
     return dummies
 
 
-def arguments_of(sample: Any, paths: Iterable[str]) -> dict[str, Any]:
-    """The arguments of the compiled call that a sample stands for, by name. ``paths``: of the leaves of these arguments."""
-    known = set(paths)
-    names = list(dict.fromkeys(path.partition(".")[0] for path in paths))
+def arguments_of(sample: Any, names: Sequence[str], inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that a sample stands for, by name.
+
+    ``names``: of the arguments that hold tensors. ``inputs``: all leaves of the compiled call by path, as a generated class
+    lists them; arguments that are no tensors have the value they were compiled with, unless the sample has them too.
+    """
     if not names:
         return {}
-    if not known & flatten({names[0]: sample}).keys():
+    literals = {path: value for path, value in inputs.items() if "." not in path and path not in names}
+    if not inputs.keys() & flatten({names[0]: sample}).keys():
         if isinstance(sample, Mapping):
-            return dict(sample)
+            return {**literals, **sample}
         if isinstance(sample, list | tuple) and len(sample) == len(names):
-            return dict(zip(names, sample, strict=True))
-    return {names[0]: sample}
+            return {**literals, **dict(zip(names, sample, strict=True))}
+    return {**literals, names[0]: sample}
 
 
 def checked_loss(owner: str, loss: Any) -> Tensor:

@@ -57,7 +57,8 @@ class ParallelModule(CompiledModule):
 
     ``mesh``, ``rank``, ``inputs``, ``seed`` and ``rng_mode`` are set by the generated class: the mesh of a unit, the plan
     rank the file is for, the leaves of the arguments (see :mod:`shardwright.runtime.inputs`), and how random numbers are
-    drawn. With ``end2end`` the module is called by :meth:`train_step` and :meth:`infer_step` only.
+    drawn. With ``end2end`` the module is called by :meth:`train_step` and :meth:`infer_step` only; ``arguments`` are those
+    that a sample gives.
 
     Constructing one is collective: all ranks of the world do it, in the same order. With ``init_params`` the tensors get
     the values the model was compiled with. Without, parameters and persistent buffers are uninitialised and wait for
@@ -73,6 +74,7 @@ class ParallelModule(CompiledModule):
     seed: ClassVar[int] = 0
     rng_mode: ClassVar[RngMode] = "fast"
     end2end: ClassVar[bool] = False
+    arguments: ClassVar[Sequence[str]] = ()
 
     _declarations: dict[str, Declaration]
     _places: dict[str, tuple[Place, ...]]
@@ -217,7 +219,7 @@ class ParallelModule(CompiledModule):
     def _call_in_step(self, sample: Any) -> Any:
         self._in_step = True
         try:
-            return self(**arguments_of(sample, self.inputs))
+            return self(**arguments_of(sample, self.arguments, self.inputs))
         finally:
             self._in_step = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -11,6 +12,20 @@ from torch.utils.checkpoint import checkpoint
 from shardwright.runtime.ops.random import RngState
 
 
+class _Calls(threading.local):
+    """How often :func:`recompute` was called on each thread."""
+
+    count = 0
+
+
+_calls = _Calls()
+
+
+def num_recomputed() -> int:
+    """How many regions this thread has run that will be recomputed: the difference of two calls tells of what ran between."""
+    return _calls.count
+
+
 def recompute(function: Callable[..., Any], *args: Any, rng: RngState) -> Any:
     """``function(*args)``, of which nothing but ``args`` is kept for the backward, which computes the rest a second time.
 
@@ -18,6 +33,7 @@ def recompute(function: Callable[..., Any], *args: Any, rng: RngState) -> Any:
     in between.
     """
     moment = rng.moment
+    _calls.count += 1
     return checkpoint(
         function,
         *args,

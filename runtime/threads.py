@@ -105,7 +105,6 @@ class Hub:
     def post(self, address: Hashable, x: Tensor) -> None:
         """Put a tensor into a mailbox, behind those that are there."""
         with self._changed:
-            self._raise_if_aborted()
             self._mail.setdefault(address, deque()).append(x)
             self._changed.notify_all()
 

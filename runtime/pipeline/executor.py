@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from shardwright.runtime.pipeline.backward import SplitBackward
 from shardwright.runtime.pipeline.segment import Segment, Transfer
 from shardwright.runtime.pipeline.transfers import Exchange, Routes
+from shardwright.runtime.recompute import num_recomputed
 from shardwright.runtime.reducer import Reducer
 from shardwright.runtime.schedule import ActionKind, ScheduleAction
 
@@ -60,6 +61,7 @@ class _Held:
     inputs: list[tuple[Transfer, Tensor]]
     sent: list[tuple[Transfer, GradientEdge | None]]
     loss: Tensor | None
+    recomputes: bool
 
 
 @dataclass(eq=False)
@@ -134,6 +136,7 @@ class Executor:
             for arrival, transfer in self._routes.needs(action)
         ]
         arguments = [*(step.samples[microbatch][path] for path in segment.reads), *(x for _, x in received)]
+        regions = num_recomputed()
         with torch.set_grad_enabled(trains):
             values = self._runner.run_stage(action.stage, microbatch, arguments)
         assert len(values) == len(segment.sends) + len(segment.outputs), f"stage {action.stage} returns {len(values)} values"
@@ -148,28 +151,36 @@ class Executor:
                 [(transfer, x) for transfer, x in received if transfer.differentiable],
                 [(t, get_gradient_edge(x) if x.requires_grad else None) for t, x in sent if t.differentiable],
                 outputs.get(step.loss_path),
+                num_recomputed() > regions,
             )
             self.in_flight.hold(action.stage)
 
     def _backward(self, action: ScheduleAction, step: Step) -> None:
-        held, roots = self._roots(action, step)
+        held = self._held.pop((action.stage, action.microbatch))
+        roots = self._roots(action, step, held)
         if roots:
             torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
         self._send_gradients(action, held, [x.grad for _, x in held.inputs])
         self.in_flight.release(action.stage)
 
     def _input_gradients(self, action: ScheduleAction, step: Step) -> None:
-        held, roots = self._roots(action, step)
-        split = self._split[action.stage, action.microbatch] = SplitBackward(roots, [x for _, x in held.inputs])
+        key = (action.stage, action.microbatch)
+        if self._held[key].recomputes:
+            # Each pass through the graph would recompute it, and what was recomputed would be held until the second part.
+            self._backward(action, step)
+            return
+        held = self._held.pop(key)
+        split = self._split[key] = SplitBackward(self._roots(action, step, held), [x for _, x in held.inputs])
         self._send_gradients(action, held, split.input_gradients())
 
     def _weight_gradients(self, action: ScheduleAction) -> None:
-        self._split.pop((action.stage, action.microbatch)).accumulate()
-        self.in_flight.release(action.stage)
+        split = self._split.pop((action.stage, action.microbatch), None)
+        if split is not None:  # else the weight gradients came with the others
+            split.accumulate()
+            self.in_flight.release(action.stage)
 
-    def _roots(self, action: ScheduleAction, step: Step) -> tuple[_Held, list[tuple[GradientEdge, Tensor]]]:
-        """What the forward left, and where gradients come into its graph."""
-        held = self._held.pop((action.stage, action.microbatch))
+    def _roots(self, action: ScheduleAction, step: Step, held: _Held) -> list[tuple[GradientEdge, Tensor]]:
+        """Where gradients come into the graph of a forward."""
         roots = []
         edges = {(transfer.name, transfer.stage): edge for transfer, edge in held.sent}
         for arrival, transfer in self._routes.needs(action):
@@ -181,7 +192,7 @@ class Executor:
             with torch.enable_grad():
                 loss = step.scaled(held.loss)
             roots.append((get_gradient_edge(loss), torch.ones_like(loss)))
-        return held, roots
+        return roots
 
     def _send_gradients(self, action: ScheduleAction, held: _Held, gradients: Sequence[Tensor | None]) -> None:
         sent = zip(held.inputs, gradients, strict=True)

@@ -9,6 +9,7 @@ A generated class looks like this (rank 2 of 4, two stages of tp=2):
         )
         rank = 2                                             # its number in the unit
         inputs = {"input_ids": ("[4, 8]", torch.int64), "labels": ("[4, 8]", torch.int64)}
+        arguments = ("input_ids", "labels")
         num_microbatches = 4
         schedule = "1f1b"
         actions = {
@@ -236,7 +237,7 @@ class PipelineModule(ParallelModule):
     def _read(self, samples: Sequence[Any], method: str) -> list[Leaves]:
         """The tensors of each sample that this rank was given, checked. It must be given those that its stages read."""
         needed = {path for segment in self.segments.values() for path in segment.reads}
-        given = [{} if sample is None else arguments_of(sample, self.inputs) for sample in samples]
+        given = [{} if sample is None else arguments_of(sample, self.arguments, self.inputs) for sample in samples]
         checked = []
         for arguments in given:
             present = flatten(arguments)

@@ -35,6 +35,7 @@ class Pipe:
     cut: tuple[int, ...] = ()
     dropout: float = 0.0
     hidden_loss: bool = False  # a result that is no loss comes first
+    recompute: bool = False  # the MLPs are
 
     @property
     def num_stages(self) -> int:
@@ -209,8 +210,7 @@ def _stage_lines(pipe: Pipe, stage: int, rank: int) -> list[str]:
         lines += ["hidden = F.embedding(tokens, self.emb.weight)", "skip = hidden", "even = tokens % 2 == 0"]
     lines += [
         f"block = self.blocks[{stage}]",
-        "inner = torch.tanh(F.linear(grad_all_reduce(hidden, tp), block.up.weight, block.up.bias))",
-        "hidden = hidden + all_reduce(F.linear(inner, block.down.weight), tp) + block.down.bias",
+        "hidden = recompute(self.mlp, block, hidden, rng=self.rng)" if pipe.recompute else "hidden = self.mlp(block, hidden)",
         "mean, var = block.norm.running_mean.clone(), block.norm.running_var.clone()",
         "hidden = F.batch_norm(hidden, mean, var, block.norm.weight, block.norm.bias, self.training, 0.1, 1e-5)",
         "if self.training:",
@@ -256,6 +256,7 @@ from shardwright.runtime.layout import Mesh
 from shardwright.runtime.ops.dropout import dropout
 from shardwright.runtime.pipeline.module import PipelineModule
 from shardwright.runtime.pipeline.segment import Segment, Stage, Transfer
+from shardwright.runtime.recompute import recompute
 
 
 class Net(PipelineModule):
@@ -263,6 +264,7 @@ class Net(PipelineModule):
     rank = {rank}
     rng_mode = "plan_independent"
     inputs = {{"sample.tokens": ("[{BATCH}]", torch.int64), "sample.target": ("[{BATCH}, {WORDS}]", torch.float64)}}
+    arguments = ("sample",)
     num_microbatches = {pipe.num_microbatches}
     schedule = "by hand"
     actions = {{"train": {pipe.train.get(rank, "")!r}, "infer": {pipe.infer.get(rank, "")!r}}}
@@ -279,6 +281,14 @@ class Net(PipelineModule):
 {chr(10).join(declared)}
 
 {methods}
+
+    runs = 0
+
+    def mlp(self, block, hidden):
+        self.runs += 1
+        tp = self.axis("tp")
+        inner = torch.tanh(F.linear(grad_all_reduce(hidden, tp), block.up.weight, block.up.bias))
+        return hidden + all_reduce(F.linear(inner, block.down.weight), tp) + block.down.bias
 
     def output(self, leaves):
         inner = {{name: leaves[f"1.{{name}}"] for name in ("logits", "count", "any", "dropped")}}

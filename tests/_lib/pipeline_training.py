@@ -79,6 +79,7 @@ def train_rank(
         optimizer.step()
     record["tensors"] = {name: x.detach().clone() for name, x in module.state_dict().items() if name != "_extra_state"}
     record["rank"] = current_world().rank
+    record["runs"] = module.runs
     record["peak"] = dict(module.in_flight.peak)
     return record
 

@@ -20,7 +20,7 @@ def files(tmp_path):
 def end2end(files, rank=None):
     """The class of :mod:`mlp_files` as a compile with ``use_end2end`` makes it."""
     cls = load_class(files, rank)
-    cls.end2end = True
+    cls.end2end, cls.arguments = True, ("x", "target")
     return cls
 
 
@@ -125,10 +125,11 @@ def test_a_loss_without_trained_parameters(files):
 
 def test_what_a_sample_stands_for():
     x, y = torch.zeros(1), torch.ones(1)
-    assert arguments_of(x, ["x"]) == {"x": x}
-    assert arguments_of({"a": x, "b": y}, ["batch.a", "batch.b"]) == {"batch": {"a": x, "b": y}}
-    assert arguments_of({"a": x, "b": y}, ["a", "b"]) == {"a": x, "b": y}
-    assert arguments_of((x, y), ["a", "b"]) == {"a": x, "b": y}
-    assert arguments_of((x, y), ["pair.0", "pair.1"]) == {"pair": (x, y)}
-    assert arguments_of({"x": x}, ["x.x"]) == {"x": {"x": x}}
-    assert arguments_of(None, []) == {}
+    assert arguments_of(x, ["x"], {"x": ()}) == {"x": x}
+    assert arguments_of({"a": x, "b": y}, ["batch"], {"batch.a": (), "batch.b": ()}) == {"batch": {"a": x, "b": y}}
+    assert arguments_of({"a": x, "b": y}, ["a", "b"], {"a": (), "b": ()}) == {"a": x, "b": y}
+    assert arguments_of((x, y), ["a", "b"], {"a": (), "b": ()}) == {"a": x, "b": y}
+    assert arguments_of((x, y), ["pair"], {"pair.0": (), "pair.1": ()}) == {"pair": (x, y)}
+    assert arguments_of({"x": x}, ["x"], {"x.x": ()}) == {"x": {"x": x}}
+    assert arguments_of({"x": x}, ["x"], {"x": (), "factor": 2.0}) == {"x": x, "factor": 2.0}
+    assert arguments_of(None, [], {}) == {}

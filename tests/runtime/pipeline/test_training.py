@@ -123,3 +123,11 @@ def test_every_value_is_sent_once_to_where_it_is_needed(tmp_path):
         ("backward", "send"): 3 * (hidden + 2 * skip),
         ("backward", "receive"): 0,
     }
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_recomputed_regions_run_twice(tmp_path, name):
+    """Also where the backward is split: it is not, then."""
+    pipe = make_pipe(name, 2, 4, SCHEDULES[name].min_chunks, (2, 1), recompute=True)
+    for result in train(tmp_path, pipe, dummies=(1,), steps=1):
+        assert result["runs"] == (4 + 3) * pipe.num_stages // 2

@@ -19,6 +19,8 @@ from shardwright.compiler.passes.lower_stages import lower_stages, verify_pipeli
 from shardwright.compiler.passes.print_program import print_program
 from shardwright.compiler.passes.recompute import mark_recompute
 from shardwright.compiler.passes.rules import attach_rules
+from shardwright.compiler.passes.schedule import inference_like, schedule_of
+from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.passes.verify_program import verify_program
 from shardwright.compiler.pipeline import CompileReport, FunctionPass, PassManager
 from shardwright.compiler.plan.builder import PlannableGraph
@@ -26,11 +28,8 @@ from shardwright.compiler.plan.check import check_names
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Declaration, Program
-from shardwright.compiler.schedule.generate import generate
-from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError, did_you_mean
-from shardwright.runtime.schedule import ActionKind, ScheduleAction
 
 PolicyFunction = Callable[[Any, ComputeConfig], Any]
 
@@ -109,7 +108,8 @@ def compile_graph(
     plan = replace(plan, outputs={**_unneeded(graph, config), **plan.outputs}, dims=_split_dims(planned, plan))
     check_names(planned, plan)
     if plan.recompute:
-        planned = manager.run(FunctionPass("recompute", lambda g: mark_recompute(g, plan.recompute)), planned)
+        stages = stage_of_ops(planned, plan) if plan.stages else {}
+        planned = manager.run(FunctionPass("recompute", lambda g: mark_recompute(g, plan.recompute, stages)), planned)
     program: Program | PipelineProgram
     if plan.stages:
         check_end2end(graph)
@@ -126,25 +126,9 @@ def compile_graph(
 def _emit(program: Program | PipelineProgram, origin: Origin, config: ComputeConfig) -> dict[str, str]:
     if isinstance(program, Program):
         return emit(program, origin, config.plan_ngpus, seed=config.seed, rng=config.rng, end2end=config.use_end2end)
-    plan = program.plan
-    num_positions = len({stage.ranks for stage in plan.stages})
-    chunks = len(plan.stages) // num_positions
-    train = generate(plan.schedule, num_positions, plan.num_microbatches, chunks)
+    train = schedule_of(program)
     infer = inference_like(train)
     return emit_pipeline(program, train, infer, origin, config.plan_ngpus, seed=config.seed, rng=config.rng)
-
-
-def inference_like(schedule: Schedule) -> Schedule:
-    """All microbatches forward through a rank's first stage, then through its next one, on the placement of ``schedule``."""
-    actions = tuple(
-        tuple(
-            ScheduleAction(ActionKind.FORWARD, stage, microbatch)
-            for stage in schedule.stages_of(rank)
-            for microbatch in range(schedule.num_microbatches)
-        )
-        for rank in range(schedule.num_ranks)
-    )
-    return Schedule(schedule.num_microbatches, schedule.placement, actions, "inference")
 
 
 def check_end2end(graph: IRGraph) -> None:

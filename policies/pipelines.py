@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.passes.schedule import by_hand
 from shardwright.compiler.plan.plan import Plan, StagePlan
 from shardwright.compiler.schedule.generate import SCHEDULES, generate
+from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.policies.partition import stage_starts, starts_at
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, PlanError
@@ -20,7 +22,9 @@ class PipelineOptions:
     ``num_stages``: positions in the pipeline. ``num_microbatches``: samples of a step (default: twice the positions).
     ``schedule``: ``1f1b``, ``gpipe``, ``1f1b_interleaved``, ``zb_h1``, ``zb_v``. ``chunks``: stages of each position (default:
     what the schedule needs). ``stage_starts``: module paths at which stages 1, 2, ... begin (default: balanced by time).
-    ``recompute``: module paths, ``*`` for any one name, whose activations are computed again in the backward.
+    ``actions``: a schedule of your own instead, one text for each position (``0F0 0F1 0B0 0B1``).
+    ``recompute``: module paths, ``*`` for any one name, or ``stage:<number>``, whose activations are computed again in the
+    backward.
     """
 
     num_stages: int | None = None
@@ -28,6 +32,7 @@ class PipelineOptions:
     schedule: str = "1f1b"
     chunks: int | None = None
     stage_starts: tuple[str, ...] = ()
+    actions: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
 
 
@@ -43,13 +48,8 @@ def check_end2end(policy: str, config: ComputeConfig) -> None:
 
 def add_stages(graph: IRGraph, plan: Plan, options: PipelineOptions, num_positions: int) -> Plan:
     """The plan cut into stages along the ``pp`` axis of its mesh."""
-    method = SCHEDULES.get(options.schedule)
-    if method is None or not method.trains:
-        trained = [name for name, m in SCHEDULES.items() if m.trains]
-        raise PlanError(f"there is no schedule {options.schedule!r} to train with", hint=f"one of {', '.join(trained)}")
-    num_microbatches = options.num_microbatches or 2 * num_positions
-    chunks = options.chunks or method.min_chunks
-    schedule = generate(options.schedule, num_positions, num_microbatches, chunks)
+    schedule = _schedule(options, num_positions)
+    chunks = len(schedule.placement) // num_positions
     num_stages = schedule.num_stages
     if options.stage_starts:
         if len(options.stage_starts) != num_stages - 1:
@@ -70,5 +70,30 @@ def add_stages(graph: IRGraph, plan: Plan, options: PipelineOptions, num_positio
         StagePlan(first_op, inner, positions[schedule.placement[index]]) for index, first_op in enumerate(["", *starts])
     )
     return replace(
-        plan, stages=stages, schedule=options.schedule, num_microbatches=num_microbatches, recompute=options.recompute
+        plan,
+        stages=stages,
+        schedule=schedule.name,
+        num_microbatches=schedule.num_microbatches,
+        actions=options.actions,
+        recompute=options.recompute,
     )
+
+
+def _schedule(options: PipelineOptions, num_positions: int) -> Schedule:
+    """The schedule asked for, by name or action by action."""
+    if options.actions:
+        schedule = by_hand(options.actions)
+        if schedule.num_ranks != num_positions or options.num_microbatches not in (None, schedule.num_microbatches):
+            raise PlanError(
+                "the actions are for another pipeline",
+                why=f"they have {schedule.num_ranks} positions and {schedule.num_microbatches} microbatches; asked for are "
+                f"{num_positions} and {options.num_microbatches or 'any number'}",
+                hint="one text of actions for each position",
+            )
+        return schedule
+    method = SCHEDULES.get(options.schedule)
+    if method is None or not method.trains:
+        trained = [name for name, m in SCHEDULES.items() if m.trains]
+        raise PlanError(f"there is no schedule {options.schedule!r} to train with", hint=f"one of {', '.join(trained)}")
+    num_microbatches = options.num_microbatches or 2 * num_positions
+    return generate(options.schedule, num_positions, num_microbatches, options.chunks or method.min_chunks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -11,10 +11,11 @@ from shardwright.compiler.ir.op import IROp
 from shardwright.runtime.errors import PlanError
 
 
-def mark_recompute(graph: IRGraph, patterns: Sequence[str]) -> IRGraph:
+def mark_recompute(graph: IRGraph, patterns: Sequence[str], stages: Mapping[str, int] | None = None) -> IRGraph:
     """The graph with every module that matches a pattern as a recompute region of its own.
 
-    A pattern is a module path with ``*`` for any one name (``model.layers.*``). Regions that the model has already are kept:
+    A pattern is a module path with ``*`` for any one name (``model.layers.*``), or ``stage:1`` for all of a pipeline stage;
+    ``stages`` maps operators to stages. Regions that the model has already are kept:
     the outermost counts. Raises :class:`PlanError` for a pattern that matches nothing.
     """
     matched: set[str] = set()
@@ -22,6 +23,10 @@ def mark_recompute(graph: IRGraph, patterns: Sequence[str]) -> IRGraph:
     def region(op: IROp) -> str | None:
         if op.region is not None:
             return op.region
+        stage = f"stage:{(stages or {}).get(op.name)}"
+        if stage in patterns:
+            matched.add(stage)
+            return f"recompute_{stage.replace(':', '_')}"
         parts = op.module_path.split(".")
         for pattern in patterns:
             wanted = pattern.split(".")

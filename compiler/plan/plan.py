@@ -71,6 +71,7 @@ class Plan:
     stages: tuple[StagePlan, ...] = ()
     schedule: str = ""
     num_microbatches: int = 1
+    actions: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
     dims: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
@@ -101,6 +102,7 @@ class Plan:
                     "stages": [stage.to_json() for stage in self.stages],
                     "schedule": self.schedule,
                     "num_microbatches": self.num_microbatches,
+                    "actions": list(self.actions),
                 }
                 if self.stages
                 else {}
@@ -123,6 +125,7 @@ class Plan:
             tuple(StagePlan.from_json(stage) for stage in data.get("stages", ())),
             data.get("schedule", ""),
             data.get("num_microbatches", 1),
+            tuple(data.get("actions", ())),
             tuple(data.get("recompute", ())),
             data.get("dims", {}),
         )

@@ -14,6 +14,7 @@ import zoo
 
 from shardwright.compiler.schedule.generate import SCHEDULES
 from shardwright.compiler.verification.verify import verify
+from shardwright.runtime.errors import PlanError
 
 SIZES: list[dict[str, Any]] = [
     {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2},
@@ -92,3 +93,22 @@ def test_recompute_in_a_pipeline() -> None:
     entry = zoo.get("gpt2")
     sizes = {"policy": "hybrid", "plan_ngpus": 4, "runtime_ngpus": 4, "recompute": ["transformer.h.*"]}
     check(entry.build(), entry.inputs(), sizes)
+
+
+def test_a_stage_recomputed_as_a_whole() -> None:
+    entry = zoo.get("gpt2")
+    check(entry.build(), entry.inputs(), {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2, "recompute": ["stage:0"]})
+
+
+def test_a_schedule_by_hand() -> None:
+    inputs = {name: torch.ones(3, 6) for name in ("x", "target")}
+    by_hand = {"actions": ["0F0 0F1 0F2 0B2 0B0 0B1", "1F0 1F1 1F2 1B2 1I0 1I1 1W1 1W0"]}
+    check(Deep(), inputs, {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2, **by_hand})
+
+
+def test_a_schedule_by_hand_that_waits_in_a_circle() -> None:
+    inputs = {name: torch.ones(3, 6) for name in ("x", "target")}
+    circle = {"actions": ["0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1"]}
+    with pytest.raises(PlanError) as error:
+        check(Deep(), inputs, {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2, **circle})
+    assert "0B0" in str(error.value) and "1F1" in str(error.value) and "0F1" in str(error.value)

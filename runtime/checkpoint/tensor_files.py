@@ -59,6 +59,12 @@ class TensorSource:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def data(self) -> memoryview:
+        """The values in row-major order."""
+        value = self.read()
+        assert tuple(value.shape) == self.shape and value.dtype == self.dtype
+        return bytes_of(value)
+
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
@@ -107,10 +113,10 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorSource], metadata: Map
     with path.open("wb") as file:
         for data in _contents(tensors, metadata or {}):
             for start in range(0, len(data), CHUNK_BYTES):
-                chunk = data[start : start + CHUNK_BYTES]
-                digest.update(chunk)
-                file.write(chunk)
+                digest.update(data[start : start + CHUNK_BYTES])
+                file.write(data[start : start + CHUNK_BYTES])
             num_bytes += len(data)
+            del data  # before the next tensor is read
         file.flush()
         os.fsync(file.fileno())
     return FileRecord(num_bytes, digest.hexdigest())
@@ -132,9 +138,7 @@ def _contents(tensors: Mapping[str, TensorSource], metadata: Mapping[str, str]) 
     yield memoryview(len(text).to_bytes(8, "little"))
     yield memoryview(text)
     for name in names:
-        value = tensors[name].read()
-        assert tuple(value.shape) == tensors[name].shape and value.dtype == tensors[name].dtype
-        yield bytes_of(value)
+        yield tensors[name].data()
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:

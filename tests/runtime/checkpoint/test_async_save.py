@@ -1,0 +1,114 @@
+"""Saving in the background while training goes on."""
+
+import threading
+
+import checkpoints as c
+import pytest
+import torch
+from torch import nn
+
+import shardwright
+from shardwright.runtime.checkpoint import save as saving
+from shardwright.runtime.errors import CheckpointError
+
+PLAN = ("tp", 2, 4)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Files are written when the gate is open only."""
+    opened = threading.Event()
+    original = saving.write_tensors
+
+    def write(*arguments):
+        assert opened.wait(30)
+        return original(*arguments)
+
+    monkeypatch.setattr(saving, "write_tensors", write)
+    yield opened
+    opened.set()
+
+
+def test_training_goes_on_and_what_is_saved_is_the_moment_of_the_call(tmp_path, gate):
+    def train():
+        trainer = c.trainer("gpt2", PLAN)
+        trainer.steps(range(2))
+        save = shardwright.save_checkpoint(tmp_path, trainer.module, trainer.optimizer, step=2, async_save=True)
+        state = c.state_of(trainer.module)
+        losses = trainer.steps(range(2, 4))  # nothing has been written yet
+        assert not (tmp_path / "LATEST").exists()
+        gate.set()
+        assert save.wait() == save.wait() == tmp_path / "000001-step-2"
+        assert (tmp_path / "LATEST").exists()
+        return state, losses
+
+    def resume():
+        trainer = c.trainer("gpt2", PLAN)
+        assert shardwright.load_checkpoint(tmp_path, trainer.module, trainer.optimizer).step == 2
+        return c.state_of(trainer.module), trainer.steps(range(2, 4))
+
+    for (state, losses), (expected, expected_losses) in zip(c.on("gpt2", PLAN, train), c.on("gpt2", PLAN, resume), strict=True):
+        c.assert_same(state, expected)
+        assert losses == expected_losses
+
+
+@pytest.mark.parametrize("then", ["save", "load"])
+def test_the_next_save_or_load_waits(tmp_path, gate, then):
+    net = nn.Linear(2, 2)
+    shardwright.save_checkpoint(tmp_path, net, step=1, async_save=True)
+    threading.Timer(0.2, gate.set).start()
+    if then == "save":
+        shardwright.save_checkpoint(tmp_path, net, step=2)
+        assert sorted(path.name for path in tmp_path.glob("0*")) == ["000001-step-1", "000002-step-2"]
+    else:
+        assert shardwright.load_checkpoint(tmp_path, net).step == 1
+
+
+@pytest.mark.parametrize("when", ["wait", "next save"])
+def test_errors_surface(tmp_path, monkeypatch, when):
+    def failing(*arguments):
+        raise OSError(28, "No space left on device")
+
+    net = nn.Linear(2, 2)
+    monkeypatch.setattr(saving, "write_tensors", failing)
+    save = shardwright.save_checkpoint(tmp_path, net, async_save=True)
+    with pytest.raises(OSError, match="No space left on device"):
+        if when == "wait":
+            save.wait()
+        else:
+            shardwright.save_checkpoint(tmp_path, net)
+    with pytest.raises(OSError, match="No space left on device"):
+        save.wait()
+    monkeypatch.undo()
+    shardwright.save_checkpoint(tmp_path, net, step=3)  # told once, it does not stand in the way
+    assert shardwright.read_checkpoint(tmp_path).step == 3
+
+
+def test_a_rank_whose_files_do_not_come(tmp_path, monkeypatch):
+    """Where the directory is not shared, or a rank is gone, rank 0 gives up in words."""
+    monkeypatch.setattr(saving, "PATIENCE_S", 0.2)
+
+    def rank():
+        trainer = c.trainer("mlp", ("tp", 2, 2))
+        if trainer.module.rank == 1:
+            monkeypatch.setattr(saving.CheckpointSave, "_write_own", _unless_rank_one)
+        shardwright.runtime.world.current_world().barrier()
+        save = shardwright.save_checkpoint(tmp_path, trainer.module, async_save=True)
+        with pytest.raises(CheckpointError, match=r"is incomplete\n  why:   after 0 s nothing has come from ranks \[1\]"):
+            save.wait()
+        return True
+
+    original = saving.CheckpointSave._write_own
+
+    def _unless_rank_one(self):
+        if self._world.rank == 0:
+            original(self)
+
+    assert c.on("mlp", ("tp", 2, 2), rank) == [True, True]
+
+
+def test_host_copies_do_not_change():
+    value = torch.arange(4.0).view(2, 2).t()
+    copy = saving._host_copy(value)
+    value.zero_()
+    assert copy.is_contiguous() and copy.tolist() == [[0, 2], [1, 3]]

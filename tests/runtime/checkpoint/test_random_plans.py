@@ -1,0 +1,89 @@
+"""Round trips over random plans and layouts: save under one, load under another, merge; and the same in memory."""
+
+import functools
+import random
+import warnings
+
+import checkpoints as c
+import plans
+import pytest
+import torch
+import zoo
+from precision import float64_casts
+
+import shardwright
+from shardwright.runtime.layout import Mesh
+from shardwright.runtime.loader import load_class
+from shardwright.runtime.threads import run_ranks
+
+MESHES = [{"a": 1}, {"a": 2}, {"a": 3}, {"a": 2, "b": 2}, {"a": 2, "b": 3}]
+MODELS = ["gpt2", "mlp-uneven", "llama-uneven", "resnet-uneven", "encoder-decoder"]
+
+
+@functools.cache
+def prepared(name):
+    graph = plans.traced(c.model_of(name), zoo.get(name).inputs())
+    return graph, plans.annotated(graph)
+
+
+def compiled(name, rng, directory):
+    """The files of a random plan, and how many ranks they are for."""
+    graph, annotated = prepared(name)
+    mesh = Mesh.of(rng.choice(MESHES))
+    plans.write(directory, plans.compile_plan(graph, plans.random_plan(annotated, mesh, rng)), c.model_of(name))
+    return directory, mesh.size * rng.choice([1, 1, 2])
+
+
+def check_round_trip(name, seed, tmp_path):
+    rng = random.Random(f"{name} {seed}")
+    source, num_ranks = compiled(name, rng, tmp_path / "from")
+    target, num_targets = compiled(name, rng, tmp_path / "to")
+    reference = c.original(name)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in reference.module.parameters():
+        if rng.random() < 0.9:  # the others were not used
+            parameter.grad = torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator)
+    reference.optimizer.step()
+    expected = reference.module.state_dict(), reference.optimizer.state_dict()
+
+    def save(rank):
+        module = load_class(source)()
+        optimizer = shardwright.build_optimizer(module, c.adamw)
+        shardwright.load_merged_state_dicts(module, expected[0], optimizer, expected[1])
+        shardwright.save_checkpoint(tmp_path / "run", module, optimizer)
+        return shardwright.deduped_state_dict(module, optimizer)
+
+    def load(rank):
+        module = load_class(target)(init_params=False)
+        optimizer = shardwright.build_optimizer(module, c.adamw)
+        shardwright.load_checkpoint(tmp_path / "run", module, optimizer)
+        return module.state_dict(), optimizer.state_dict()
+
+    deduped = run_ranks(num_ranks, save)
+    loaded = run_ranks(num_targets, load)
+    whole = shardwright.read_checkpoint(tmp_path / "run")
+    merged = [shardwright.merge_state_dicts(*zip(*states, strict=True)) for states in (deduped, loaded)]
+    for module_state, optimizer_state in [(whole.module, whole.optimizer), *merged]:
+        c.assert_same(dict(module_state), expected[0])
+        assert optimizer_state["state"].keys() == expected[1]["state"].keys()
+        for number, state in expected[1]["state"].items():
+            c.assert_same(optimizer_state["state"][number], state)
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings(), float64_casts():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_round_trip(seed, tmp_path):
+    check_round_trip(MODELS[seed % len(MODELS)], seed, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama", "llama-tied", "llama-frozen", "bert", "t5", "resnet", "unet", "dit-uneven"])
+def test_round_trip_of_more_models(name, tmp_path):
+    for seed in range(100, 105):
+        check_round_trip(name, seed, tmp_path / str(seed))

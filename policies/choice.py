@@ -2,9 +2,9 @@
 
 Every product with weights (linear, convolution, embedding) may have one of its dims split: an output dim (column parallel:
 the input's gradient is all-reduced) or a summed dim (row parallel: the result is all-reduced). Splitting a class splits all
-operators that have it. Variables are the classes; at most one class of an operator is split; the objective is the work and
-memory that is shared out, weighed far above the communication it causes. On a transformer this gives heads, ffn and
-vocabulary, never the hidden dim: Megatron's plan, without knowing what a transformer is.
+operators that have it. Variables are the classes; at most one class of an operator is split; the objective is the share of
+all work and memory that is spared, less the share of all possible communication that it causes. On a transformer this gives
+heads, ffn and vocabulary, never the hidden dim: Megatron's plan, without knowing what a transformer is.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.size import product
 from shardwright.compiler.ir.value import IRValue, ValueKind
-from shardwright.compiler.ops.rule import FactorKind
+from shardwright.compiler.ops.rule import TensorRefs
 from shardwright.compiler.ops.strategy import has_factor
 
-WORK, MEMORY, TRAFFIC = 1_000_000, 100_000, 10_000
-"""What all work, all weight memory, and all traffic that could arise are worth against each other."""
+WORK, MEMORY, TRAFFIC = 1_000_000, 100_000, 600_000
+"""What all work, all weight memory, and all traffic that could arise are worth against each other. What is saved and what is
+sent both grow with ``1 - 1 / ranks``, so that the choice hardly depends on their number.
+"""
 
 PRODUCTS = frozenset(
     [
@@ -52,10 +54,13 @@ PRODUCTS = frozenset(
 
 @dataclass(frozen=True)
 class _Option:
-    """One class split in one operator: the share of work it saves, and the values it makes travel."""
+    """One class split in one operator: the work that has it, the share of that and of the weights that a rank is spared, and
+    the values that travel.
+    """
 
     op: IROp
     dim_class: int
+    work: float
     saved: float
     travels: tuple[str, ...]
 
@@ -64,7 +69,8 @@ def choose_dims(graph: IRGraph, axis_size: int) -> set[int]:
     """The indices of the dim classes to split over an axis of that many ranks."""
     dims = graph.dims
     assert dims is not None
-    options = [option for op in graph.ops for option in _options(op, graph, dims, axis_size)]
+    eligible = _weight_classes(graph, dims)
+    options = [option for op in graph.ops for option in _options(op, graph, dims, axis_size) if option.dim_class in eligible]
     candidates = sorted({option.dim_class for option in options if option.saved > 0})
     if not candidates:
         return set()
@@ -79,16 +85,15 @@ def choose_dims(graph: IRGraph, axis_size: int) -> set[int]:
         if len(classes) > 1:
             model.add_at_most_one(chosen[c] for c in sorted(classes))
     sizes = _value_sizes(graph)
-    work = {op.name: _work(op) for op in graph.ops}
     memory = {v.name: estimate(product(v.shape)) for v in graph.parameters}
-    total_work, total_memory = sum(work.values()) or 1.0, sum(memory.values()) or 1.0
+    total_work, total_memory = sum(_work(op) for op in graph.ops) or 1.0, sum(memory.values()) or 1.0
     travels: dict[str, set[int]] = {}
     terms = []
     for option in options:
         if option.dim_class not in chosen:
             continue
         weights = sum(memory.get(v.name, 0.0) for v in option.op.operands if v.name in memory)
-        gain = WORK * work[option.op.name] / total_work + MEMORY * weights / total_memory
+        gain = WORK * option.work / total_work + MEMORY * weights / total_memory
         if option.saved > 0:
             terms.append(round(gain * option.saved) * chosen[option.dim_class])
         for name in option.travels:
@@ -98,13 +103,20 @@ def choose_dims(graph: IRGraph, axis_size: int) -> set[int]:
         moved = model.new_bool_var(f"moves {name}")
         for c in sorted(classes):
             model.add_implication(chosen[c], moved)
-        terms.append(-max(1, round(TRAFFIC * sizes[name] / total_traffic)) * moved)
+        terms.append(-max(1, round(TRAFFIC * (1 - 1 / axis_size) * sizes[name] / total_traffic)) * moved)
     model.maximize(sum(terms))
     solver = cp_model.CpSolver()
     solver.parameters.num_workers, solver.parameters.random_seed = 1, 0
     solver.parameters.max_deterministic_time = 20.0
     solver.solve(model)
     return {c for c in candidates if solver.value(chosen[c])}
+
+
+def _weight_classes(graph: IRGraph, dims: ModelDims) -> set[int]:
+    """The classes that the weights of products have: not batch or sequence, even where a parameter of positions has it."""
+    products = [op for op in graph.ops if op.target in PRODUCTS]
+    weights = {v.name for op in products for v in op.operands if v.kind is ValueKind.PARAMETER and v.ndim > 1}
+    return {index for name in weights for indices in dims.values[name] for index in indices}
 
 
 def _options(op: IROp, graph: IRGraph, dims: ModelDims, axis_size: int) -> Iterable[_Option]:
@@ -114,7 +126,7 @@ def _options(op: IROp, graph: IRGraph, dims: ModelDims, axis_size: int) -> Itera
     is_product = op.target in PRODUCTS
     for factor in op.rule.factors:
         index = dims.factors.get((op.name, factor.name))
-        if index is None or not dims.classes[index].parameters:
+        if index is None:
             continue
         if not op.rule.splittable(factor.name, axis_size):  # gathered in front of this operator, and its gradient scattered
             touched = [
@@ -122,7 +134,7 @@ def _options(op: IROp, graph: IRGraph, dims: ModelDims, axis_size: int) -> Itera
                 for v, refs in zip(op.operands, op.rule.operands, strict=True)
                 if has_factor(refs, factor.name) and v.requires_grad
             ]
-            yield _Option(op, index, 0.0, tuple(touched))
+            yield _Option(op, index, 0.0, 0.0, tuple(touched))
             continue
         if not is_product or (op.target == "embedding" and not _worth_splitting(op, factor.name, graph)):
             continue
@@ -135,7 +147,7 @@ def _options(op: IROp, graph: IRGraph, dims: ModelDims, axis_size: int) -> Itera
         ]
         summed = [v.name for v, refs in zip(op.results, op.rule.results, strict=True) if not has_factor(refs, factor.name)]
         size = max(estimate(dims.classes[index].size), 1.0)
-        yield _Option(op, index, 1.0 - math.ceil(size / axis_size) / size, tuple(whole + summed))
+        yield _Option(op, index, _work(op, factor.name), 1.0 - math.ceil(size / axis_size) / size, tuple(whole + summed))
 
 
 def _worth_splitting(op: IROp, factor: str, graph: IRGraph) -> bool:
@@ -174,13 +186,31 @@ def _comes_from_input(value: IRValue, graph: IRGraph) -> bool:
     return value.kind is ValueKind.INPUT
 
 
-def _work(op: IROp) -> float:
-    """Multiply-adds of a product; nothing for a lookup."""
+def _products(op: IROp) -> list[frozenset[str]]:
+    """The factors of each product that the operator is made of; attention is scores (query x key), then weights x value."""
     assert op.rule is not None
+    rule = op.rule
     if op.target not in PRODUCTS or op.target == "embedding":
-        return 0.0
-    work = math.prod(estimate(f.size) for f in op.rule.factors if f.kind is not FactorKind.FROZEN or op.target != "embedding")
-    return float(work)
+        return []
+
+    def factors(refs: TensorRefs) -> frozenset[str]:
+        return frozenset(ref.factor for dim in refs for ref in dim)
+
+    if op.target == "scaled_dot_product_attention":
+        query, key, value = (factors(refs) for refs in rule.operands[:3])
+        return [query | key, factors(rule.results[0]) | value]
+    tensors = [factors(refs) for refs in (*rule.operands, *rule.results)]
+    every = frozenset[str]().union(*tensors)
+    # what only one tensor has is not multiplied: the pixels of a convolution before its stride
+    return [frozenset(name for name in every if sum(name in tensor for tensor in tensors) > 1)]
+
+
+def _work(op: IROp, factor: str | None = None) -> float:
+    """Multiply-adds of the operator, or of those of its products that have a factor."""
+    assert op.rule is not None
+    rule = op.rule
+    found = (names for names in _products(op) if factor is None or factor in names)
+    return sum(math.prod(estimate(rule.factor(name).size) for name in names) for names in found)
 
 
 def _value_sizes(graph: IRGraph) -> dict[str, float]:

@@ -1,0 +1,195 @@
+"""Which dims tensor parallelism splits, on models of every family, and what the built-in policies say and refuse."""
+
+import functools
+import re
+
+import plans
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+import zoo
+from torch import Tensor, nn
+
+from shardwright.compiler.ir.dims import DimClass
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.policies.choice import choose_dims
+from shardwright.policies.splits import split_dims
+from shardwright.runtime.errors import PlanError
+from shardwright.runtime.layout import Layout
+
+
+@functools.cache
+def graph_of(name: str) -> PlannableGraph:
+    entry = zoo.get(name)
+    return plans.annotated(plans.traced(entry.build(), entry.inputs()))
+
+
+def chosen(graph: PlannableGraph, num_ranks: int = 2) -> list[DimClass]:
+    assert graph.dims is not None
+    return [graph.dims.classes[index] for index in sorted(choose_dims(graph, num_ranks))]
+
+
+TRANSFORMERS = zoo.names("hf", exclude=["cache", "padded", "frozen"]) + zoo.names("own", "encoder-decoder") + zoo.names("own", "vision")
+
+
+@pytest.mark.parametrize("name", [n for n in TRANSFORMERS if "resnet" not in n and "unet" not in n])
+def test_the_hidden_dim_of_a_transformer_is_never_split(name: str) -> None:
+    """It is what every norm needs whole and what every product of the model reads or writes."""
+    names = [c.name for c in chosen(graph_of(name))]
+    assert not {"hidden", "batch", "seq", "query_seq", "key_seq"} & set(names)
+    assert names.count("ffn") >= 2
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "dit"])
+def test_heads_ffn_and_vocabulary_are_split(name: str) -> None:
+    names = {c.name for c in chosen(graph_of(name))}
+    assert names == {
+        "gpt2": {"heads", "ffn", "vocab"},
+        "llama": {"kv_heads", "ffn", "vocab"},
+        "bert": {"heads", "ffn", "vocab"},
+        "t5": {"heads", "ffn", "vocab"},
+        "dit": {"heads", "ffn", "time_dim"},
+    }[name]
+
+
+def test_each_layer_has_its_own_classes() -> None:
+    names = [c.name for c in chosen(graph_of("gpt2"))]
+    assert sorted(names) == ["ffn", "ffn", "heads", "heads", "vocab"]
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "num_ranks", "expected"),
+    [(8, 8, 4, "heads"), (8, 4, 4, "kv_heads"), (8, 2, 2, "kv_heads"), (8, 2, 4, "heads_per_kv"), (8, 1, 4, "heads")],
+)
+def test_heads_that_share_keys_and_values(num_heads: int, num_kv_heads: int, num_ranks: int, expected: str) -> None:
+    """Groups of heads where there are enough; else the heads of a group, and keys and values are computed by all."""
+    config = transformers.LlamaConfig(
+        hidden_size=128, intermediate_size=352, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads,
+        num_hidden_layers=2, vocab_size=500,
+    )  # fmt: skip
+    ids = torch.zeros(2, 32, dtype=torch.long)
+    graph = plans.annotated(plans.traced(transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}))
+    assert {c.name for c in chosen(graph, num_ranks)} == {expected, "ffn", "vocab"}
+
+
+def test_uneven_heads_are_split_rather_than_gathered() -> None:
+    """14 heads on 4 ranks: 4, 4, 3 and 3. The head dim would divide evenly, but attention needs it whole."""
+    config = transformers.GPT2Config(n_embd=14 * 16, n_head=14, n_layer=2, vocab_size=500, n_positions=64)
+    ids = torch.zeros(2, 64, dtype=torch.long)
+    graph = plans.annotated(plans.traced(transformers.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}))
+    assert {c.name for c in chosen(graph, 4)} == {"heads", "ffn", "vocab"}
+
+
+def test_channels_of_a_residual_network_alternate() -> None:
+    """Column- then row-parallel convolutions: the inner channels of a block, not those of the residual stream."""
+    split = {parameter for c in chosen(graph_of("resnet")) for parameter in c.parameters}
+    assert {name for name in split if "conv" in name} == {
+        "layer1.conv1.weight:0",
+        "layer1.conv2.weight:1",
+        "layer2.conv1.weight:0",
+        "layer2.conv2.weight:1",
+    }
+    assert not [name for name in split if name.startswith("stem")]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-uneven", "t5", "vit-uneven", "dit", "resnet", "unet"])
+def test_a_policy_never_splits_two_dims_of_one_product(name: str) -> None:
+    graph = graph_of(name)
+    assert graph.dims is not None
+    split = choose_dims(graph, 2)
+    for op in graph.ops:
+        assert op.rule is not None
+        if op.target in ("linear", "addmm", "conv2d"):
+            classes = {graph.dims.factors.get((op.name, f.name)) for f in op.rule.factors}
+            assert len(classes & split) <= 1, op.name
+
+
+def test_nothing_to_split_is_no_error() -> None:
+    graph = plans.traced(nn.Tanh(), {"input": torch.randn(4, 6)})
+    assert plans.compile_with(graph, "tp", 2).plan.strategies == {}
+
+
+# --------------------------------------------------------------------------------------------------------------- notes
+
+
+class Sorts(nn.Module):
+    """A product whose columns are sorted: an operator that needs the split dim whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.cumsum(F.relu(self.up(x)), dim=1)).square().mean()
+
+
+def test_a_fallback_is_noted_with_its_reason_and_a_portable_source() -> None:
+    graph = plans.traced(Sorts(), {"x": torch.randn(4, 6)})
+
+    def policy(graph, config):
+        b = graph.builder(mesh={"tp": 2})
+        split_dims(b, "tp", {c.index for c in graph.dims.classes if "up.weight:0" in c.parameters})
+        return b.build()
+
+    (note,) = plans.compile_with(graph, policy, 2).plan.notes
+    assert (note.op, note.axis, note.module_path) == ("cumsum", "tp", "")
+    assert note.reason == "cumsum needs dim hidden whole; it is gathered before it"
+    assert re.fullmatch(r"test_choice\.py:\d+", note.source)
+
+
+def test_sources_in_notes_do_not_depend_on_where_packages_lie() -> None:
+    entry = zoo.get("t5")
+    notes = plans.compile_with(plans.traced(entry.build(), entry.inputs()), "tp", 2).plan.notes
+    assert notes and all(re.fullmatch(r"transformers/[\w/]+\.py:\d+", note.source) for note in notes)
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def refusal(policy: str, num_ranks: int, module: nn.Module, **inputs: Tensor) -> str:
+    with pytest.raises(PlanError) as caught:
+        plans.compile_with(plans.traced(module, inputs), policy, num_ranks)
+    return str(caught.value)
+
+
+def test_dp_is_over_units() -> None:
+    assert refusal("dp", 2, nn.Linear(4, 4), input=torch.randn(4, 4)) == (
+        "policy 'dp' copies the model over units, so a plan has one rank\n"
+        "  why:   plan_ngpus=2\n"
+        "  try:   plan_ngpus=1 with runtime_ngpus=2, or policy 'data' to split the batch inside a unit"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Linear was traced with one row")
+def test_data_needs_a_batch() -> None:
+    text = (
+        "policy 'data' finds no batch to split\n"
+        "  why:   the inputs have shapes {}\n"
+        "  try:   trace with a batch of at least 2: of one row nothing can be told from the shapes"
+    )
+    assert refusal("data", 2, nn.Linear(4, 4), input=torch.randn(1, 4)) == text.format("[(1, 4)]")
+
+
+# --------------------------------------------------------------------------------------------------------------- batch
+
+
+class TwoInputs(nn.Module):
+    """Rows of two inputs are paired; the third input is a table with another first dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, a: Tensor, b: Tensor, table: Tensor) -> Tensor:
+        return ((a * b * self.scale) @ table).square().mean()
+
+
+def test_data_splits_every_input_with_the_rows_of_the_first(tmp_path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(5, 4, dtype=torch.float64, generator=generator) for _ in range(2))
+    inputs = {"a": a, "b": b, "table": torch.randn(4, 3, dtype=torch.float64, generator=generator)}
+    compiled, _ = plans.check_policy(TwoInputs().double(), inputs, "data", 2, tmp_path)
+    cut = {a.of.name for a in compiled.program.adapters() if a.step.kind == "narrow"}
+    assert cut == {"a", "b"}
+    assert compiled.program.input_layouts["a"] == Layout.whole((5, 4))

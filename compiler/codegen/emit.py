@@ -21,11 +21,12 @@ from shardwright.compiler.codegen.blocks import Run, Update, container_path, gro
 from shardwright.compiler.codegen.comments import describe, legend
 from shardwright.compiler.codegen.imports import sorted_imports
 from shardwright.compiler.codegen.names import Scope, attribute_path
-from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, wrap
+from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, names_read, wrap
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.op import leaves
 from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.render import argument_source, call_source, imports_of
 from shardwright.compiler.plan.conversion import CutSizes
 from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Instruction, Program
@@ -441,16 +442,15 @@ def _input_names(instances: list[Run]) -> list[str]:
         container = instances[-2].container if len(instances) > 1 else None
         if container is not None and values[0].name != name:
             name = re.sub(r"_\d+$", "", name.removeprefix(f"{identifier(container_path(container))}_"))
+            name = name if registry.get(name) is None else "x"  # named after an operator, as the user gave it no name
         names.append(name)
     return names
 
 
 def axis_lines(lines: Iterable[Line], axes: tuple[str, ...]) -> list[Line]:
     """``tp = self.axis("tp")`` for the axes that the lines use."""
-    text = "\n".join(line.code for line in lines)
-    return [
-        Line(f'{axis} = self.axis("{axis}")') for axis in axes if re.search(rf"(?<![\w.\"]){re.escape(axis)}(?![\w\"=])", text)
-    ]
+    names = {name for line in lines for name in names_read(line.code)}
+    return [Line(f'{axis} = self.axis("{axis}")') for axis in axes if axis in names]
 
 
 def _used_symbols(program: Program) -> set[str]:

@@ -119,6 +119,13 @@ def split_commas(text: str) -> list[str]:
     return [part for part in parts if part]
 
 
+def names_read(code: str) -> set[str]:
+    """The variables of a statement: names that are neither attributes nor keywords nor inside strings."""
+    tokens = [text for _, _, text, _ in _tokens(code)]
+    around = zip(["", *tokens], tokens, [*tokens[1:], ""], strict=False)
+    return {text for before, text, after in around if text.isidentifier() and before != "." and after != "="}
+
+
 def _tokens(code: str) -> Iterator[tuple[int, int, str, int]]:
     """``(start, end, text, depth)`` of every token of one line; a bracket has the depth of what stands outside it."""
     depth = 0

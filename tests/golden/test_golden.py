@@ -1,0 +1,121 @@
+"""What a compile of a small GPT prints and writes, as files to read: reviewing a change of the compiler is reading a diff."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import plans
+import pytest
+import tiny_gpt
+
+from shardwright.compiler.compile import Compiled, compile_graph
+from shardwright.compiler.ir.printer import print_graph
+from shardwright.compiler.passes.print_program import print_program
+from shardwright.compiler.plan.program import Program
+from shardwright.compiler.trace.api import trace
+from shardwright.policies.registry import find_policy
+from shardwright.runtime.config import ComputeConfig
+
+HERE = Path(__file__).parent
+POLICIES = {"dp": 1, "tp": 2, "data": 2}
+WIDTH = 128
+
+
+@functools.cache
+def compiled(policy: str) -> Compiled:
+    num_ranks = POLICIES[policy]
+    graph = trace(tiny_gpt.GPT(), tiny_gpt.dummy_args())
+    config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks)
+    return compile_graph(graph, find_policy(policy).apply, config, policy_name=policy, digest="0123abcd", version="0.1.0")
+
+
+def test_the_graph(golden: Callable[[str, str], None]) -> None:
+    graph = plans.annotated(trace(tiny_gpt.GPT(num_layers=1), tiny_gpt.dummy_args()))
+    golden("gpt.graph.txt", print_graph(graph))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_program(policy: str, golden: Callable[[str, str], None]) -> None:
+    program = compiled(policy).program
+    assert isinstance(program, Program)
+    golden(f"gpt.{policy}.program.txt", print_program(program) + "\n")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_files(policy: str, golden: Callable[[str, str], None]) -> None:
+    files = compiled(policy).files
+    golden(f"gpt.{policy}.py", files["gencode0.py"])
+    golden(f"gpt.{policy}.plan.json", files["plan.json"] + "\n")
+
+
+@pytest.mark.parametrize("policy", [p for p, n in POLICIES.items() if n > 1])
+def test_ranks_differ_in_two_lines(policy: str) -> None:
+    first, second = (compiled(policy).files[f"gencode{rank}.py"].splitlines() for rank in range(2))
+    differing = [(a, b) for a, b in zip(first, second, strict=True) if a != b]
+    axis = {"tp": "tp", "data": "dp"}[policy]
+    assert differing == [(f"rank    0 ({axis}=0)", f"rank    1 ({axis}=1)"), ("    rank = 0", "    rank = 1")]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_generated_files_are_formatted(policy: str, tmp_path: Path) -> None:
+    """As ``ruff format`` leaves them, imports sorted, none unused, no line too long."""
+    text = compiled(policy).files["gencode0.py"]
+    path = tmp_path / "gencode0.py"
+    path.write_text(text)
+    isort = 'lint.isort.known-first-party = ["shardwright"]'
+    for arguments in (
+        ["format", "--check", "--diff"],
+        ["check", "--select", "E,F,W,I,UP,B", "--config", isort],
+    ):
+        command = [sys.executable, "-m", "ruff", *arguments, "--isolated", "--line-length", str(WIDTH), str(path)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert text.endswith("\n") and not text.endswith("\n\n")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_three_layers_are_one_method(policy: str) -> None:
+    tree = ast.parse(compiled(policy).files["gencode0.py"])
+    (cls,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    assert [node.name for node in cls.body if isinstance(node, ast.FunctionDef)] == ["declare", "forward", "blocks_block"]
+    assert compiled(policy).files["gencode0.py"].count("self.blocks_block(") == 3
+
+
+SCRIPT = """
+import hashlib, sys
+sys.path.insert(0, {helpers!r})
+import tiny_gpt
+from shardwright.compiler.compile import compile_graph
+from shardwright.compiler.trace.api import trace
+from shardwright.policies.registry import find_policy
+from shardwright.runtime.config import ComputeConfig
+
+for policy, num_ranks in {policies!r}.items():
+    config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks)
+    graph = trace(tiny_gpt.GPT(), tiny_gpt.dummy_args())
+    made = compile_graph(graph, find_policy(policy).apply, config, policy_name=policy, digest="0123abcd", version="0.1.0")
+    for name, text in sorted(made.files.items()):
+        print(policy, name, hashlib.sha256(text.encode()).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("seed", ["0", "1"])
+def test_files_are_the_same_in_every_process(seed: str) -> None:
+    """Byte for byte, whatever the order of sets and dicts of strings."""
+    script = SCRIPT.format(helpers=str(HERE.parent / "_lib"), policies=POLICIES)
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    here = [
+        f"{policy} {name} {hashlib.sha256(text.encode()).hexdigest()}"
+        for policy in POLICIES
+        for name, text in sorted(compiled(policy).files.items())
+    ]
+    assert done.stdout.splitlines() == here

@@ -63,6 +63,7 @@ def test_inference_gives_all_results_to_all_ranks(files):
 def test_training_clears_gradients_first_and_reduces_them_last(files):
     def train(module):
         module.train_step(SAMPLES)
+        assert module.reducer.is_synced
         once = {name: p.grad.clone() for name, p in module.named_parameters()}
         module.train_step(SAMPLES)
         return once, {name: p.grad for name, p in module.named_parameters()}
@@ -261,6 +262,36 @@ def test_a_rank_that_leaves_is_missed_by_name(files):
     assert str(caught.value) == (
         "rank 1 ended while others wait for it\n  why:   rank 0 waits in 0B0 for the gradient of 'hidden' from rank 1"
     )
+
+
+def test_random_numbers_are_those_of_step_and_microbatch(tmp_path):
+    """Numbered as in a module without stages, which counts the calls of each step from 1; evaluation draws nothing."""
+    files = write(tmp_path / "files", make_pipe("zb_v", 2, 3, 2, (2, 1), dropout=0.5))
+
+    def train(module):
+        moments, run_stage = {}, module.run_stage
+
+        def noting(stage, microbatch, arguments):
+            assert module.rng.mesh == module.stages[stage].mesh and module.rng.coords == {"tp": module.rank % 2}
+            moments.setdefault(stage, []).append((microbatch, module.rng.moment))
+            return run_stage(stage, microbatch, arguments)
+
+        module.run_stage = noting
+        optimizer = build_optimizer(module, adamw)
+        results = module.train_step([SAMPLES[0]] * 3)
+        module.infer_step(SAMPLES)
+        optimizer.step()
+        module.eval().infer_step(SAMPLES)
+        return moments, [logits["logits"] for _, logits in results]
+
+    for moments, (first, second, third) in on_ranks(files, train, num_ranks=3):
+        for found in moments.values():
+            assert found == [
+                *((m, (0, 1 + m)) for m in range(3)),
+                *((m, (0, 4 + m)) for m in range(3)),
+                *((m, (1, 0)) for m in range(3)),
+            ]
+        assert not first.equal(second) and not second.equal(third) and not first.equal(third)
 
 
 def test_random_numbers_do_not_depend_on_the_stages(tmp_path):

@@ -331,6 +331,10 @@ class ParallelModule(CompiledModule):
                 assert isinstance(parameter, nn.Parameter)
                 yield declaration, parameter
 
+    def all_declarations(self) -> tuple[Declaration, ...]:
+        """The tensors of the whole model, those of other pipeline stages too, in the original order."""
+        return self.declarations
+
     def ranks_of(self, declaration: Declaration) -> RankMesh:
         """The mesh that the layout of a tensor refers to, and where on it this rank is."""
         return self.ranks
@@ -350,6 +354,7 @@ class ParallelModule(CompiledModule):
         """What a state dict of this rank holds besides tensors, as JSON values: layouts, coordinates, random numbers.
 
         ``places``: the mesh and the rank on it of tensors that lie on another mesh than the unit's, in a pipeline.
+        ``parameters``: those of the whole model, in the original order.
         """
         saved = [declaration for declaration in self._declarations.values() if declaration.is_initial_weight]
         staged = [(d, *self._place_of(d)) for d in saved if self.ranks_of(d) is not self.ranks]
@@ -363,6 +368,7 @@ class ParallelModule(CompiledModule):
                 for declaration, mesh, coords in staged
                 for name in declaration.names
             },
+            "parameters": [d.name for d in self.all_declarations() if d.kind == "parameter"],
             "rng": self.rng.to_json(),
         }
 

@@ -12,6 +12,7 @@ from shardwright.compiler.ir.value import IRValue, ValueKind
 
 MODULE_ATTRIBUTES = frozenset(dir(nn.Module)) | {
     "actions",
+    "all_declarations",
     "arguments",
     "axis",
     "buffer",

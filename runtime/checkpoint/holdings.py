@@ -89,6 +89,35 @@ class Holdings:
         """The name of the class of the module, which a generated class shares with the user's."""
         return type(self.module).__name__
 
+    def parameter_names(self) -> list[str]:
+        """The first names of all parameters of the model in the original order, those of other pipeline stages too."""
+        names: list[str] = []
+        seen: set[int] = set()
+        inside: tuple[str, ...] = ()
+        for path, module in self.module.named_modules():
+            if inside and path.startswith(inside):
+                continue
+            prefix = f"{path}." if path else ""
+            if isinstance(module, ParallelModule):
+                names += [prefix + d.name for d in module.all_declarations() if d.kind == "parameter"]
+                seen |= {id(parameter) for parameter in module.parameters()}
+                if not path:
+                    break
+                inside = (*inside, prefix)
+            else:
+                own = [(name, p) for name, p in module._parameters.items() if p is not None and id(p) not in seen]
+                names += [prefix + name for name, _ in own]
+                seen |= {id(parameter) for _, parameter in own}
+        return names
+
+    def all_names(self) -> set[str]:
+        """All names of what the state dicts of all ranks hold."""
+        names = {name for holding in self.tensors for name in holding.names} | set(self.extra_states)
+        for path, part in self.compiled.items():
+            prefix = f"{path}." if path else ""
+            names |= {prefix + name for d in part.all_declarations() if d.is_initial_weight for name in d.names}
+        return names
+
     def random_states(self) -> dict[str, dict[str, int]]:
         """Seed, step and microbatch of each compiled part."""
         return {path: part.rng.to_json() for path, part in self.compiled.items()}

@@ -20,7 +20,7 @@ from shardwright.runtime.checkpoint.optimizer_state import (
     listed,
     load_named_state,
 )
-from shardwright.runtime.checkpoint.ordering import united, united_groups
+from shardwright.runtime.checkpoint.ordering import ordered_groups, reordered, united, united_groups
 from shardwright.runtime.checkpoint.regions import Region, copy_shared
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.layout import Layout, Mesh
@@ -98,12 +98,14 @@ class _RankState:
         self.state = state
         self.unit = 0
         self.random: dict[str, Mapping[str, int]] = {}
+        self.orders: list[list[str]] = []
         self._places: dict[str, tuple[tuple[int, ...], Region]] = {}
         for key, extra in state.items():
             if is_plan(key, extra):
                 prefix = key.removesuffix(EXTRA_STATE)
                 self.unit = max(self.unit, extra["unit"])
                 self.random[prefix.removesuffix(".")] = extra["rng"]
+                self.orders.append([prefix + name for name in extra["parameters"]])
                 self._read(prefix, extra)
 
     def _read(self, prefix: str, extra: Mapping[str, Any]) -> None:
@@ -187,6 +189,8 @@ def _merge_modules(ranks: Sequence[_RankState]) -> StateDict:
         others = {**rank.others(), **others}
         names = united(names, tuple(name for name in rank.state if not is_plan(name, rank.state[name])))
     assembly.finish()
+    for order in ranks[0].orders:
+        names = tuple(reordered(names, order))
     result: StateDict = OrderedDict()
     for name in names:
         result[name] = assembly.wholes[tied.get(name, name)] if name in assembly.wholes else others[name]
@@ -216,7 +220,8 @@ def _merge_optimizers(ranks: Sequence[tuple[_RankState, Mapping[str, Any]]], ord
                 state.setdefault(name, {}).setdefault(key, value)
     assembly.finish()
     assert merged is not None
-    return NamedState(merged.groups, state).to_state_dict(order)
+    first = NamedState.of(ranks[0][1], _saved_names(ranks[0][1])).groups
+    return NamedState(ordered_groups(merged.groups, first, order), state).to_state_dict(order)
 
 
 def _shape_of(state: Mapping[str, Any], name: str, entries: Mapping[str, Any]) -> tuple[int, ...]:
@@ -245,7 +250,7 @@ def _with_names(merged: NamedState, named: NamedState) -> NamedState:
 def _values_for(holdings: Holdings, state: Mapping[str, Any]) -> list[tuple[Holding, Tensor]]:
     """The whole tensor for everything this rank holds."""
     found, problems = [], []
-    left_over = set(state) - {name for holding in holdings.tensors for name in holding.names} - set(holdings.extra_states)
+    known = holdings.all_names()
     for holding in holdings.tensors:
         name = next((name for name in holding.names if name in state), None)
         if name is None:
@@ -254,7 +259,7 @@ def _values_for(holdings: Holdings, state: Mapping[str, Any]) -> list[tuple[Hold
             problems.append(f"{name!r} is {list(state[name].shape)} there and {list(holding.shape)} here")
         else:
             found.append((holding, state[name]))
-    problems += [f"{name!r} is not in the module" for name in state if name in left_over]
+    problems += [f"{name!r} is not in the module" for name in state if name not in known]
     if problems:
         raise CheckpointError(f"the state dict does not fit {holdings.class_name}", why=listed(problems))
     return found
@@ -265,7 +270,9 @@ def _named_by_number(optimizer: Optimizer, holdings: Holdings, state_dict: Mappi
     if state_dict is None:
         raise CheckpointError("there is no state for the optimizer", hint="pass optimizer_state_dict too")
     mine = {name for group in group_names(optimizer, holdings) for name in group}
-    order = [holding.name for holding in holdings.tensors if holding.name in mine]
+    held = {name for holding in holdings.tensors for name in holding.names}
+    # Of the parameters on other stages of a pipeline nothing is known here but that they are trained too.
+    order = [name for name in holdings.parameter_names() if name in mine or name not in held]
     numbers = sorted(number for group in state_dict["param_groups"] for number in group["params"])
     if len(numbers) != len(order):
         raise CheckpointError(
@@ -273,7 +280,9 @@ def _named_by_number(optimizer: Optimizer, holdings: Holdings, state_dict: Mappi
         )
     by_number = dict(zip(numbers, order, strict=True))
     names = [[by_number[number] for number in group["params"]] for group in state_dict["param_groups"]]
-    return NamedState.of(state_dict, names)
+    named = NamedState.of(state_dict, names)
+    groups = tuple((tuple(name for name in group if name in mine), options) for group, options in named.groups)
+    return NamedState(groups, {name: entries for name, entries in named.state.items() if name in mine})
 
 
 def _cut_state(named: NamedState, holdings: Holdings) -> NamedState:

@@ -34,6 +34,14 @@ def united(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, ...]:
     return (*result, *next(segments))
 
 
+def reordered(names: Sequence[str], order: Sequence[str]) -> list[str]:
+    """``names`` with those that are in ``order`` in that order, in the places they take together."""
+    known = set(names)
+    sorted_names = iter([name for name in order if name in known])
+    ordered = set(order)
+    return [next(sorted_names) if name in ordered else name for name in names]
+
+
 def united_groups(ours: Groups, theirs: Groups) -> Groups:
     """Groups with equal options joined, those at the same position first.
 
@@ -50,6 +58,17 @@ def united_groups(ours: Groups, theirs: Groups) -> Groups:
         else:
             result[found] = (united(result[found][0], names), options)
     return tuple(result)
+
+
+def ordered_groups(groups: Groups, first: Groups, order: Sequence[str]) -> Groups:
+    """United ``groups`` with names in ``order``, the original one, unless the ``first`` rank has all of a group: its order is
+    what the user's function made it.
+    """
+    kept = [names for names, _ in first]
+    return tuple(
+        (names if position < len(kept) and kept[position] == names else tuple(reordered(names, order)), options)
+        for position, (names, options) in enumerate(groups)
+    )
 
 
 def _alike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:

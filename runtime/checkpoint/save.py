@@ -25,6 +25,7 @@ from shardwright.runtime.checkpoint.folders import make_current, make_folder, pr
 from shardwright.runtime.checkpoint.holdings import Holding, Holdings
 from shardwright.runtime.checkpoint.index import INDEX_FILE, Index, OptimizerRecord, PieceRecord, TensorRecord, state_key
 from shardwright.runtime.checkpoint.optimizer_state import is_like_parameter, named_state
+from shardwright.runtime.checkpoint.ordering import ordered_groups, reordered
 from shardwright.runtime.checkpoint.regions import Region
 from shardwright.runtime.checkpoint.tensor_files import TensorSource, check_dtype, write_tensors
 from shardwright.runtime.checkpoint.values import encode
@@ -48,6 +49,7 @@ class CheckpointSave:
         self.folder = folder
         self._world = world
         self._snapshot: _Snapshot | None = snapshot
+        self._order = snapshot.order
         self._keep = keep
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -137,6 +139,11 @@ class CheckpointSave:
         """Join the ranks' parts into the index, and make the folder current."""
         parts = [Index.read(self.folder / _part_file(rank)) for rank in range(self._world.size)]
         index = reduce(Index.merged, parts)
+        tensors = {name: index.tensors[name] for name in reordered(tuple(index.tensors), self._order)}
+        index, optimizer = replace(index, tensors=tensors), index.optimizer
+        if optimizer is not None and parts[0].optimizer is not None:
+            groups = ordered_groups(optimizer.groups, parts[0].optimizer.groups, self._order)
+            index = replace(index, optimizer=replace(optimizer, groups=groups))
         missing = [name for name, record in index.records() if not record.is_complete]
         assert not missing, f"no rank owns all of {missing}"
         index.write(self.folder / INDEX_FILE)
@@ -211,13 +218,14 @@ class _Snapshot:
 
     index: Index
     sources: Mapping[str, TensorSource]
+    order: list[str]  # of the parameters in the original model, whichever ranks hold them
 
     def on_host(self) -> _Snapshot:
         """With all values copied to host memory now."""
         copies = {key: _host_copy(source.read()) for key, source in self.sources.items()}
         if any(copy.is_pinned() for copy in copies.values()):
             torch.cuda.synchronize()  # copies to pinned memory run on their own
-        return _Snapshot(self.index, {key: _source(copy) for key, copy in copies.items()})
+        return replace(self, sources={key: _source(copy) for key, copy in copies.items()})
 
 
 def _take_snapshot(
@@ -240,7 +248,7 @@ def _take_snapshot(
         step=step,
         num_ranks=world.size,
     )
-    return _Snapshot(index, sources)
+    return _Snapshot(index, sources, holdings.parameter_names())
 
 
 AddPiece = Callable[[str, Tensor, Region], tuple[PieceRecord, ...]]

@@ -39,6 +39,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -61,8 +63,9 @@ from shardwright.runtime.gradnorm import counts_here
 from shardwright.runtime.groups import UNITS, AxisGroup, RankMesh
 from shardwright.runtime.inputs import InputTable
 from shardwright.runtime.layout import Mesh
+from shardwright.runtime.manifest import Manifest
 from shardwright.runtime.messages import STAGES, Messages
-from shardwright.runtime.module import ParallelModule
+from shardwright.runtime.module import ParallelModule, generated_directory
 from shardwright.runtime.pipeline.executor import Executor, InFlight, Leaves, Step
 from shardwright.runtime.pipeline.segment import Segment, Stage
 from shardwright.runtime.pipeline.transfers import Exchange, Routes
@@ -283,6 +286,10 @@ class PipelineModule(ParallelModule):
 
     # For the reducer, optimizers and checkpoints
 
+    def all_declarations(self) -> tuple[Declaration, ...]:
+        """See :meth:`ParallelModule.all_declarations`; those of other stages are known from the manifest."""
+        return _all_declarations(generated_directory(type(self)))
+
     def ranks_of(self, declaration: Declaration) -> RankMesh:
         """See :meth:`CompiledModule.ranks_of`."""
         return self._stage_ranks[min(self.segments) if declaration.stage is None else declaration.stage]
@@ -337,6 +344,11 @@ class PipelineModule(ParallelModule):
             f"stage {own} of {len(self.stages)}; {self.schedule}, {self.num_microbatches} microbatches; "
             f"rank {self.rank}; unit {self.ranks.unit} of {self.ranks.num_units}"
         )
+
+
+@cache
+def _all_declarations(directory: Path) -> tuple[Declaration, ...]:
+    return tuple(Manifest.read(directory).tensors.values())
 
 
 class _Result(dict[str, Tensor]):

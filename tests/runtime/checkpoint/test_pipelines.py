@@ -1,0 +1,110 @@
+"""Checkpoints of pipelines: stages in turn or in a V, with shared parameters, on unequal meshes, and to and from one device."""
+
+import copy
+
+import pytest
+import torch
+from checkpoints import assert_same
+from pipeline_files import Net
+from pipeline_training import adamw, samples_of, scale, train_reference, write
+from pipelines import make_pipe
+from torch import Tensor
+
+import shardwright
+from shardwright.runtime.loader import load_class
+from shardwright.runtime.optimizer import build_optimizer
+from shardwright.runtime.threads import run_ranks
+
+TOLERANCE = 1e-11
+# All have four stages, and so are pipelines of one model, tied or not.
+TIED = [make_pipe("gpipe", 4, 3), make_pipe("zb_v", 2, 3, 2), make_pipe("1f1b_interleaved", 2, 4, 2)]
+CUT = [make_pipe("1f1b", 4, 3, tp=(2, 1, 2, 1)), make_pipe("gpipe", 4, 3, tp=(1, 2, 1, 3))]
+
+
+def built(files):
+    module = load_class(files)()
+    return module, build_optimizer(module, adamw)
+
+
+def train(pipe, module, optimizer, steps):
+    for step in steps:
+        module.train_step(samples_of(step, module.ranks.unit, pipe.num_microbatches), scale_fn=scale)
+        optimizer.clip_gnorm(0.5)
+        optimizer.step()
+
+
+def on(pipe, fn, num_units=1):
+    return run_ranks(pipe.num_ranks * num_units, lambda rank: fn())
+
+
+@pytest.mark.parametrize("pipe", [*TIED, *CUT], ids=lambda pipe: f"{pipe.ranks}")
+@pytest.mark.parametrize("num_units", [1, 2])
+def test_saved_by_a_pipeline(tmp_path, pipe, num_units):
+    files = write(tmp_path / "files", pipe)
+
+    def save():
+        module, optimizer = built(files)
+        train(pipe, module, optimizer, range(2))
+        shardwright.save_checkpoint(tmp_path / "run", module, optimizer, step=2)
+        states = copy.deepcopy(
+            (module.state_dict(), optimizer.state_dict(), *shardwright.deduped_state_dict(module, optimizer))
+        )
+        train(pipe, module, optimizer, [2])
+        later = {name: x.clone() for name, x in module.state_dict().items() if isinstance(x, Tensor)}
+        shardwright.load_deduped_state_dict(module, states[2], optimizer, states[3])
+        train(pipe, module, optimizer, [2])
+        for name, value in later.items():
+            if "running" not in name or module.ranks.unit == 0:
+                assert torch.equal(module.state_dict()[name], value), name
+        return states
+
+    results = on(pipe, save, num_units)
+    reference = train_reference(pipe, model := Net(4, pipe.tied), num_units, steps=2)
+    whole = shardwright.read_checkpoint(tmp_path / "run")
+    merged = [shardwright.merge_state_dicts([r[i] for r in results], [r[i + 1] for r in results]) for i in (0, 2)]
+    for module_state, optimizer_state in [(whole.module, whole.optimizer), *merged]:
+        state = dict(module_state)
+        assert_same(state, {name: x for name, x in reference["tensors"].items() if name in state}, TOLERANCE)
+        assert all(name in state or "num_batches" in name for name in reference["tensors"])
+        assert len(optimizer_state["state"]) == len(list(model.parameters()))
+        for number, parameter in enumerate(model.parameters()):
+            assert optimizer_state["state"][number]["exp_avg"].shape == parameter.shape
+        assert optimizer_state["param_groups"][0]["params"] == list(range(len(optimizer_state["state"])))
+        assert_same(optimizer_state["state"][3], merged[0][1]["state"][3])
+
+
+@pytest.mark.parametrize("pipes", [TIED, [*CUT, CUT[0]]], ids=["tied", "cut"])
+def test_between_pipelines(tmp_path, pipes):
+    """A tour: each pipeline goes on from the last one's checkpoint, the last loads a merged state dict."""
+    for number, pipe in enumerate(pipes):
+        files = write(tmp_path / str(number), pipe)
+
+        def step(pipe=pipe, files=files, number=number):
+            module, optimizer = built(files)
+            if number == len(pipes) - 1:
+                whole = shardwright.read_checkpoint(tmp_path / "run")
+                shardwright.load_merged_state_dicts(module, whole.module, optimizer, whole.optimizer)
+            elif number:
+                assert shardwright.load_checkpoint(tmp_path / "run", module, optimizer).step == number
+            samples = samples_of(number, 0, 12)
+            for first in range(0, 12, pipe.num_microbatches):
+                module.train_step(samples[first : first + pipe.num_microbatches], scale_fn=scale)
+                optimizer.step()
+            shardwright.save_checkpoint(tmp_path / "run", module, optimizer, step=number + 1)
+
+        on(pipe, step)
+    model = Net(4, pipes[0].tied)
+    optimizer = adamw(model.parameters())
+    for number, pipe in enumerate(pipes):
+        samples = samples_of(number, 0, 12)
+        for first in range(0, 12, pipe.num_microbatches):
+            optimizer.zero_grad()
+            for sample in samples[first : first + pipe.num_microbatches]:
+                scale(model(sample)[0]).backward()
+            optimizer.step()
+    whole = shardwright.read_checkpoint(tmp_path / "run")
+    expected = {name: x for name, x in model.state_dict().items() if name in whole.module}
+    assert_same(dict(whole.module), expected, TOLERANCE)
+    state = optimizer.state_dict()["state"]
+    for number, entries in whole.optimizer["state"].items():
+        assert_same(entries, state[number], TOLERANCE)

@@ -39,8 +39,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -97,6 +95,7 @@ class PipelineModule(ParallelModule):
 
     in_flight: InFlight
     _stage_ranks: tuple[RankMesh, ...]
+    _of_all_stages: tuple[Declaration, ...]
     _running: int
     _base_microbatch: int
     _routes: Routes
@@ -110,6 +109,7 @@ class PipelineModule(ParallelModule):
 
     def __init__(self, init_params: bool = True) -> None:
         super().__init__(init_params)
+        self._of_all_stages = tuple(Manifest.read(generated_directory(type(self))).tensors.values())
         self.in_flight = InFlight(list(self.segments))
         self._running = min(self.segments)
         self._base_microbatch = 0
@@ -288,7 +288,7 @@ class PipelineModule(ParallelModule):
 
     def all_declarations(self) -> tuple[Declaration, ...]:
         """See :meth:`ParallelModule.all_declarations`; those of other stages are known from the manifest."""
-        return _all_declarations(generated_directory(type(self)))
+        return self._of_all_stages
 
     def ranks_of(self, declaration: Declaration) -> RankMesh:
         """See :meth:`CompiledModule.ranks_of`."""
@@ -344,11 +344,6 @@ class PipelineModule(ParallelModule):
             f"stage {own} of {len(self.stages)}; {self.schedule}, {self.num_microbatches} microbatches; "
             f"rank {self.rank}; unit {self.ranks.unit} of {self.ranks.num_units}"
         )
-
-
-@cache
-def _all_declarations(directory: Path) -> tuple[Declaration, ...]:
-    return tuple(Manifest.read(directory).tensors.values())
 
 
 class _Result(dict[str, Tensor]):

@@ -20,7 +20,7 @@ import jinja2
 from shardwright.compiler.codegen.blocks import Run, Update, container_path, group_blocks, layered, size_symbols
 from shardwright.compiler.codegen.comments import describe, legend
 from shardwright.compiler.codegen.imports import sorted_imports
-from shardwright.compiler.codegen.names import Scope, attribute_path
+from shardwright.compiler.codegen.names import MODULE_ATTRIBUTES, Scope, attribute_path
 from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, names_read, wrap
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.op import leaves
@@ -103,13 +103,12 @@ class Writer:
     program: Program
     imports: set[str] = field(default_factory=set)
     methods: dict[Any, _Method] = field(default_factory=dict)
+    _arguments: dict[str, str] = field(default_factory=dict)  # what each argument is called in the bodies
     _imported: set[str] | None = None
 
     def fields(self, origin: Origin) -> dict[str, Any]:
         """Everything the template needs that is the same on all ranks."""
         program, graph = self.program, self.program.graph
-        forward = self._body(program, "forward")
-        evaluation = self._body(program.eval_program, "forward_eval") if program.eval_program else []
         self._need("Mesh", "ParallelModule")
         return {
             "origin": origin,
@@ -119,10 +118,7 @@ class Writer:
             "inputs": self._inputs(),
             "arguments": sample_arguments(graph),
             "declarations": self._declarations(),
-            "signature": self._signature(),
-            "header": wrap(f"def forward({self._signature()}):", WIDTH - 4),
-            "forward": forward,
-            "evaluation": evaluation,
+            "bodies": self._bodies(),
             "methods": [method.lines for method in self.methods.values()],
             "imports": sorted_imports(self.imports | {"import torch"}),
             "dims": graph.dims and legend(graph.dims, program),
@@ -192,27 +188,24 @@ class Writer:
     def _unpack(self, scope: Scope) -> list[Line]:
         """Check the arguments and name their tensors."""
         graph = self.program.graph
-        lines = []
-        pairs = []
+        lines, leaves, pairs = [], [], []
         for name, tree in graph.signature:
+            local = self._arguments[name]
             if tree.kind == "leaf":
                 if isinstance(tree.value, IRValue):
-                    scope.bind(tree.value, name)
-                pairs.append(f'"{name}": {name}')
-            else:
-                self._need("flatten")
-                lines.append(Line(f'{name}_leaves = flatten({name}, "{name}")'))
-                pairs.append(f"**{name}_leaves")
+                    scope.bind(tree.value, local)
+                pairs.append(f'"{name}": {local}')
+                continue
+            self._need("flatten")
+            lines.append(Line(f'{local}_leaves = flatten({local}, "{name}")'))
+            pairs.append(f"**{local}_leaves")
+            tensors = [(path, value) for path, value in tree.leaves() if isinstance(value, IRValue)]
+            leaves += [(value, f'{local}_leaves["{name}.{path}"]') for path, value in tensors]
         given = {name for name, _ in graph.signature}
-        absent = [f'"{name}": {name}' for name in graph.argument_order if name not in given]
+        absent = [f'"{name}": {self._arguments[name]}' for name in graph.argument_order if name not in given]
         check = f"self.check_inputs({{{', '.join(pairs)}}}"
-        check += f", {{{', '.join(absent)}}})" if absent else ")"
-        lines.append(Line(check))
-        for name, tree in graph.signature:
-            if tree.kind != "leaf":
-                for path, value in tree.leaves():
-                    if isinstance(value, IRValue):
-                        lines.append(Line(f'{scope.name(value)} = {name}_leaves["{name}.{path}"]'))
+        lines.append(Line(f"{check}, {{{', '.join(absent)}}})" if absent else f"{check})"))
+        lines += [Line(f"{scope.name(value)} = {source}") for value, source in leaves]
         for symbol, (value, dim) in graph.symbols().items():
             scope.reserve(symbol)
             if symbol in self._used_symbols | {str(s) for condition in graph.conditions for s in condition.free_symbols}:
@@ -226,16 +219,45 @@ class Writer:
 
     # --------------------------------------------------------------------------------------------------------- body
 
-    def _body(self, program: Program, name: str) -> list[str]:
-        """The lines of one forward body, indented for the class."""
+    def _bodies(self) -> list[list[str]]:
+        """``forward`` and what it may be divided into: a body for evaluation, and one with other names for arguments where
+        those of the user are taken by axes or imports.
+        """
+        program = self.program
+        names = program.graph.argument_order
+        self._name_arguments()
+        local = ", ".join(["self", *(self._arguments[name] for name in names)])
+        head = wrap(f"def forward({self._signature()}):", WIDTH - 4)
+        body, others = self._body(program), []
+        if program.eval_program is not None:
+            call = wrap(f"return self.forward_eval({', '.join(names)})", WIDTH - 12)
+            head += ["    if not self.training:", *(f"        {line}" for line in call)]
+            others.append([*wrap(f"def forward_eval({local}):", WIDTH - 4), *self._body(program.eval_program)])
+        if any(name != local_name for name, local_name in self._arguments.items()):
+            others.append([*wrap(f"def forward_renamed({local}):", WIDTH - 4), *body])
+            body = [f"    {line}" for line in wrap(f"return self.forward_renamed({', '.join(names)})", WIDTH - 8)]
+        return [[f"    {line}" if line else line for line in lines] for lines in ([*head, *body], *others)]
+
+    def _name_arguments(self) -> None:
+        """Choose what each argument is called in the bodies."""
+        symbols = set(self.program.graph.symbols())
+        taken = (self._reserved(self.program) | symbols) - {"block", "layer"}
+        scope = Scope(taken | set(self.program.graph.argument_order))
+        for name in self.program.graph.argument_order:
+            self._arguments[name] = scope.unused(name) if name in taken else name
+
+    def _body(self, program: Program) -> list[str]:
+        """The lines of one forward body, indented below its header."""
         self._used_symbols = _used_symbols(program)
         scope = Scope(self._reserved(program))
-        for argument, _ in program.graph.signature:
+        for argument in self._arguments.values():
             scope.reserve(argument)
+            scope.reserve(f"{argument}_leaves")
         head = self._unpack(scope)
         body = self._statements(program, scope)
         body.append(Line(f"return {self._output(program.output, scope)}"))
-        return layout_lines([*head, *axis_lines(body, program.plan.mesh.names), *body], 8)
+        lines = layout_lines([*head, *axis_lines(body, program.plan.mesh.names), *body], 8)
+        return [line.removeprefix("    ") for line in lines]
 
     def _statements(self, program: Program, scope: Scope) -> list[Line]:
         """The operators, adapters and buffer updates of a program; repeated blocks become methods."""
@@ -362,8 +384,9 @@ class Writer:
         """The method for runs that are alike, written from the first of them."""
         run = instances[0]
         container = container_path(run.container)
-        base = f"{(run.container[0] if run.container else '').replace('.', '_') or 'inner'}_block"
-        taken = {method.name for method in self.methods.values()}
+        base = f"{identifier(run.container[0]) if run.container and run.container[0] else 'inner'}_block"
+        taken = {method.name for method in self.methods.values()} | MODULE_ATTRIBUTES
+        taken |= {(d.value.fqn or d.value.name).partition(".")[0] for p in self._programs() for d in p.declarations}
         name = next(n for n in itertools.chain([base], (f"{base}_{i}" for i in itertools.count(2))) if n not in taken)
         scope = Scope(self._reserved(program) | set(run.symbols))
         scope.strip = f"{identifier(container)}_" if container else ""

@@ -25,6 +25,7 @@ MODULE_ATTRIBUTES = frozenset(dir(nn.Module)) | {
     "end2end",
     "enter",
     "forward_eval",
+    "forward_renamed",
     "gradient_groups",
     "in_flight",
     "infer_step",
@@ -91,11 +92,15 @@ class Scope:
         wish = re.sub(r"\W", "_", wish)
         if not wish.isidentifier() or keyword.iskeyword(wish):
             wish = f"x_{wish}"
+        self.bind(value, self.unused(wish))
+
+    def unused(self, wish: str) -> str:
+        """``wish``, or with another number where it is taken; not taken by this."""
         name, count = wish, 0
         while name in self._taken:
             count += 1
             name = f"{re.sub(r'_[0-9]+$', '', wish)}_{count}"
-        self.bind(value, name)
+        return name
 
     def name(self, value: IRValue) -> str:
         """The source text that reads a value."""

@@ -70,8 +70,6 @@ def copy_shared(target: Tensor, target_region: Region, source: Tensor, source_re
     """
     assert tuple(target.shape) == target_region.shape and tuple(source.shape) == source_region.shape
     fragments = _fragments(target_region, source_region)
-    if not all(fragments):
-        return 0
     most = max(range(len(fragments)), key=lambda dim: len(fragments[dim]), default=0)
     by_index = bool(fragments) and len(fragments[most]) > MANY_FRAGMENTS
     looped = [[(0, 0, -1)] if by_index and dim == most else parts for dim, parts in enumerate(fragments)]

@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwright
 from shardwright.__main__ import main
-from shardwright.runtime.checkpoint import merge_files
+from shardwright.runtime.checkpoint import merge_files, tensor_files
 from shardwright.runtime.errors import CheckpointError
 
 PLAN = ("tp", 2, 2)
@@ -81,18 +81,22 @@ def test_one_tensor_at_a_time(tmp_path, monkeypatch):
     """Merging holds the tensor it writes, and no other."""
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     shardwright.save_checkpoint(tmp_path / "run", net)
-    alive = []
+    buffers = []
+    read, bytes_of = merge_files.Contents.read, tensor_files.bytes_of
 
-    def watched(contents, record, *arguments):
-        assert not [reference for reference in alive if reference() is not None]
-        value = original(contents, record, *arguments)
-        alive.append(weakref.ref(value))
-        return value
+    def watched_read(*arguments):
+        assert not [buffer for buffer in buffers if buffer() is not None]
+        return read(*arguments)
 
-    original = merge_files.Contents.read
-    monkeypatch.setattr(merge_files.Contents, "read", watched)
+    def watched_bytes(value):
+        view = bytes_of(value)
+        buffers.append(weakref.ref(view.obj))
+        return view
+
+    monkeypatch.setattr(merge_files.Contents, "read", watched_read)
+    monkeypatch.setattr(tensor_files, "bytes_of", watched_bytes)
     shardwright.merge_checkpoint(tmp_path / "run", tmp_path / "merged")
-    assert len(alive) == 12
+    assert len(buffers) == 12
 
 
 def test_what_is_in_the_way(run, tmp_path):

@@ -10,12 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 
 import sympy
 import torch
 
 from shardwright.compiler.ir.op import Arg, map_leaves
 from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.plan.conversion import GATHERS
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
 from shardwright.compiler.trace.naming import identifier
 
@@ -26,9 +28,11 @@ MIN_RUN = 6
 
 @dataclass(frozen=True)
 class Run:
-    """A stretch of the body. ``inputs``: values from outside in the order of their first use, weights of the container
-    excluded. ``outputs``: values made here and read later. ``symbols``: size names used. ``container`` is ``None`` outside
-    of numbered modules. ``updates``: buffers of the container that get a value made here.
+    """A stretch of the body.
+
+    ``inputs``: values from outside in the order of their first use, among them weights of other modules than the container.
+    ``outputs``: values made here and read later. ``symbols``: size names used. ``container`` is ``None`` outside of numbered
+    modules. ``updates``: buffers of the container that get a value made here.
     """
 
     container: tuple[str, int] | None
@@ -120,39 +124,41 @@ Stretch = tuple[tuple[tuple[str, int] | None, str | None], list[Instruction]]
 
 
 def _stretches(body: tuple[Instruction, ...]) -> list[Stretch]:
-    """Consecutive instructions of one container instance.
+    """Consecutive instructions of one container instance, or of one recompute region, which is recomputed as a whole.
 
     Adapters of values from outside are moved in front of a block, so that the first layer, whose input is made in another
-    way, is like the others. In front of a recompute region only those that later ones share are: what is made inside is
-    not kept for the backward.
+    way, is like the others. Gathers that only a recompute region needs stay in it: what is made inside is not kept.
     """
     stretches: list[Stretch] = []
-    for instruction in body:
-        container = container_of(path_of(instruction)), region_of(instruction)
-        if stretches and stretches[-1][0] == container:
-            stretches[-1][1].append(instruction)
-        else:
-            stretches.append((container, [instruction]))
+    for region, in_region in groupby(body, region_of):
+        if region is not None:
+            instructions = list(in_region)
+            containers = {found for i in instructions if (found := container_of(path_of(i))) is not None}
+            stretches.append(((containers.pop() if len(containers) == 1 else None, region), instructions))
+            continue
+        for container, inside in groupby(in_region, lambda instruction: container_of(path_of(instruction))):
+            stretches.append(((container, None), list(inside)))
     readers: dict[str, set[int]] = {}
     for position, (_, instructions) in enumerate(stretches):
         for instruction in instructions:
             for value in reads(instruction):
                 readers.setdefault(value.name, set()).add(position)
     moved: list[Stretch] = []
-    for position, (container, instructions) in enumerate(stretches):
+    for position, (place, instructions) in enumerate(stretches):
         made = {value.name for i in instructions if isinstance(i, Compute) for value in writes(i)}
         front: list[Instruction] = []
         for instruction in instructions:
-            if isinstance(instruction, Adapt) and container != (None, None):
+            if isinstance(instruction, Adapt) and place != (None, None):
                 shared = any(reader > position for reader in _readers_beyond(instruction, instructions, readers))
                 is_weight = instruction.of.kind in (ValueKind.PARAMETER, ValueKind.BUFFER)
-                if instruction.value.name not in made and (shared or (container[1] is None and not is_weight)):
+                stays = is_weight or (place[1] is not None and instruction.step.kind in GATHERS)
+                if instruction.value.name not in made and (shared or not stays):
                     front.append(instruction)
                 else:
                     made.add(instruction.result.name)
         rest = [i for i in instructions if not any(i is f for f in front)]
         moved += [((None, None), front)] if front else []
-        moved.append((container, rest))
+        moved.append((place, rest))
     return moved
 
 

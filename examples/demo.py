@@ -66,6 +66,7 @@ def run_rank(folder: str) -> None:
     losses = train(model, optimizer)
     if dist.get_rank() == 0:
         Path(folder, "losses.json").write_text(json.dumps(losses))
+    dist.barrier()  # no rank leaves while another still talks to it
     dist.destroy_process_group()
 
 

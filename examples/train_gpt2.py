@@ -139,6 +139,7 @@ def main() -> None:
         losses = train_parallel(model.to(device), arguments.steps)
         if arguments.check:
             check(model, losses, alone)
+    dist.barrier()  # no rank leaves while another still talks to it
     dist.destroy_process_group()
 
 

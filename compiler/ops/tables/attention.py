@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch.nn.functional as F
 
 from shardwright.compiler.ir.op import IROp
@@ -40,6 +42,9 @@ def _attention(op: IROp) -> OpRule:
         aligned = [*batch, "q", "k"][-mask.ndim :] if mask.ndim else []
         operands.append(["1" if size == 1 else name for size, name in zip(mask.shape, aligned, strict=True)])
     rule = parse_rule(annotation(operands, [[*batch, "q", "e"]]), op, sizes=sizes, linear_sets=linear_sets(op, ("value",)))
+    # Without heads or queries torch takes another kernel, of several autograd nodes: the backwards of different ranks would
+    # then run their collectives in different orders.
+    rule = replace(rule, nonempty=True)
     random = may_be(op.arg("dropout_p", 0.0), lambda p: p > 0)
     return drawn(rule, _FORM, _weights) if random else rule
 

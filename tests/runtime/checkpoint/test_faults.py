@@ -55,7 +55,8 @@ def killed_at(directory: Path, number: int, num_ranks: int, asynchronous: bool) 
 
         def kill(event, arguments):
             nonlocal count
-            if event in TOUCHING and str(directory) in str(arguments[0]):
+            relative = event == "os.remove" and arguments[1] != -1  # shutil.rmtree names files by their open folder
+            if event in TOUCHING and (relative or str(directory) in str(arguments[0])):
                 count += 1
                 if count == number:
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -225,7 +225,19 @@ def _places(layout: Layout, mesh: Mesh) -> list[_Place]:
             if axes:
                 places += _even_pieces(dim, outer, atom, axes, mesh)
             outer = product((outer, atom.size))
-    return places
+    return _single_elements(places, mesh)
+
+
+def _single_elements(places: list[_Place], mesh: Mesh) -> list[_Place]:
+    """One place for all axes that cut the same single element: in whatever order, only index 0 of each holds it."""
+    merged: dict[tuple[int, Size, tuple[Size, ...]], _Place] = {}
+    for place in places:
+        earlier = merged.get(place.key)
+        axes = (*earlier.axes, *place.axes) if earlier is not None else place.axes
+        if place.segments == (1,):
+            axes = tuple(axis for axis in mesh.names if axis in axes)
+        merged[place.key] = replace(place, axes=axes)
+    return list(merged.values())
 
 
 def _even_pieces(dim: int, outer: Size, atom: Atom, axes: tuple[str, ...], mesh: Mesh) -> list[_Place]:

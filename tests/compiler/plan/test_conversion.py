@@ -130,6 +130,14 @@ def test_equal_cuts_written_differently_are_one_layout() -> None:
     assert convert(Layout(((atom(6, axes=("tp",)), atom(64)),)), Layout(((atom(384, axes=("tp",)),),)), mesh) != ()
 
 
+def test_the_order_of_axes_that_cut_one_element_does_not_matter() -> None:
+    mesh = Mesh.of({"a": 2, "b": 2, "c": 2})
+    nested = Layout(((atom(2, axes=("a",)), atom(1, axes=("c", "b"))),))
+    beside = Layout(((atom(2, axes=("a", "b")), atom(1, axes=("c",))),))
+    assert convert(nested, beside, mesh) == ()
+    run(nested, Layout(((atom(2, axes=("b",)),),)), mesh)
+
+
 def test_slices_come_before_collectives_and_gathers_last() -> None:
     mesh = Mesh.of({"dp": 2, "tp": 2})
     source = Layout(((atom(4, axes=("dp",)),), (atom(6),)), partial=("tp",))
@@ -156,3 +164,18 @@ def test_cost_of_a_step_is_ring_optimal() -> None:
     (step,) = convert(Layout(((atom(8, axes=("tp",)),), (atom(4),))), Layout.whole((8, 4), grad_partial=("tp",)), mesh)
     assert step_elements(step, mesh) == (3 / 4 * 32, 3 / 4 * 32)
     assert math.isclose(sum(step_elements(step, mesh)), 48)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1300))
+def test_many_random_conversions(seed: int) -> None:
+    """Three axes, larger dims, all kinds of layouts."""
+    rng = random.Random(seed)
+    for _ in range(6):
+        mesh = Mesh.of(rng.choice([*MESHES, {"a": 2, "b": 3, "c": 2}, {"a": 3, "b": 2, "c": 2}, {"a": 5, "b": 2}]))
+        shape = tuple(rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 18]) for _ in range(rng.randint(1, 3)))
+        source, target = random_layout(rng, shape, mesh), random_layout(rng, shape, mesh)
+        try:
+            run(source, target, mesh)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {source} -> {target} on {mesh}") from error

@@ -6,6 +6,7 @@ Cross entropy may be split over the classes as well, where the ranks exchange ma
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -145,7 +146,9 @@ def _of_classes(form: str) -> Callable[[IROp], OpRule]:
         terms = {"input": [*rows, "c^"], "target": [*rows, "c^"], "weight": ["c^"]}
         if op.target == "multi_margin_loss":
             terms["target"] = rows
-        return _per_row(op, [terms[name] for name in op.operand_names], rows, form, product(op.operands[0].shape[:-1]))
+        found = _per_row(op, [terms[name] for name in op.operand_names], rows, form, product(op.operands[0].shape[:-1]))
+        # Without rows torch returns memory that nobody wrote.
+        return replace(found, nonempty=op.target in ("multi_margin_loss", "multilabel_margin_loss"))
 
     return rule
 

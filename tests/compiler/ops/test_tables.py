@@ -105,6 +105,21 @@ def test_causal_attention_keeps_its_queries() -> None:
     assert {trial.assignment["a"] for trial in report.trials} == {"R", "G", "split:b0", "split:b1", "split:e", "linear:0"}
 
 
+def test_attention_leaves_no_rank_without_heads() -> None:
+    query, bias = rand(5, 2, 3, 3).requires_grad_(), rand(1, 2, 3, 3).requires_grad_()
+    report = prove(F.scaled_dot_product_attention, (query, query, query), {"attn_mask": bias}, num_ranks=(2, 3))
+    assert report.ok, report
+    assert {t.name for t in report.trials if t.assignment["a"] == "split:b1" and not t.skipped} == {"split:b1 over 2"}
+
+
+@pytest.mark.parametrize("loss", [F.multi_margin_loss, F.multilabel_margin_loss])
+def test_losses_that_torch_does_not_compute_without_rows(loss: Any) -> None:
+    target = torch.tensor([[3, 0, -1, 1, 2, 1], [0, -1, 1, 2, 3, 4]])
+    report = prove(loss, (X[:2], target[:, 0] if loss is F.multi_margin_loss else target), num_ranks=(2, 3))
+    names = {trial.name for trial in report.trials if not trial.skipped}
+    assert report.ok and names == {"R over 2", "G over 2", "split:n over 2", "R over 3", "G over 3"}
+
+
 def test_old_arguments_of_losses() -> None:
     report = prove(F.mse_loss, (X, X), {"size_average": False})
     assert report.trials[0].source == 'F.mse_loss(x0, x1, reduction="sum")'

@@ -29,6 +29,10 @@ WORK, MEMORY, TRAFFIC = 1_000_000, 100_000, 600_000
 sent both grow with ``1 - 1 / ranks``, so that the choice hardly depends on their number.
 """
 
+TABLE = 1_000_000
+"""What all weight memory would be worth in tables that are looked up: a vocabulary is split for the memory alone, as its lookup
+has no work to share out."""
+
 PRODUCTS = frozenset(
     [
         "linear",
@@ -93,7 +97,8 @@ def choose_dims(graph: IRGraph, axis_size: int) -> set[int]:
         if option.dim_class not in chosen:
             continue
         weights = sum(memory.get(v.name, 0.0) for v in option.op.operands if v.name in memory)
-        gain = WORK * option.work / total_work + MEMORY * weights / total_memory
+        worth = TABLE if option.op.target == "embedding" else MEMORY
+        gain = WORK * option.work / total_work + worth * weights / total_memory
         if option.saved > 0:
             terms.append(round(gain * option.saved) * chosen[option.dim_class])
         for name in option.travels:

@@ -1,0 +1,320 @@
+"""Cut a chain of blocks into pipeline stages on sub-meshes of chosen sizes: exact under the model of one-forward-one-backward.
+
+Variables: the cuts, the devices of every stage, and which of its blocks are computed again in the backward.
+
+Objective: ``sum_k t_k + max_k ((m - 1) t_k + u_k)`` seconds, where a microbatch takes ``t_k`` in stage ``k`` (forward, backward,
+what is computed again, and the message from the stage before) and ``u_k`` comes once per step (reduction of gradients,
+optimizer). For equal stages this is the time of 1F1B, GPipe and their like; for others the schedule is simulated later.
+
+Constraints: the devices add up; each stage fits the memory of a device, with as many microbatches in flight as its place in the
+schedule asks for.
+
+Method: for a limit on the second term, the least first term is a shortest path over (stages left, block, devices left), solved
+as min-plus products (:func:`_least_sum`). Lowering the limit below each solution's own maximum enumerates all Pareto points of
+the two terms, so the best sum is found exactly. What a stage computes again is a knapsack, solved by Pareto frontiers
+(:class:`_Frontier`). The bound drops memory and takes what no schedule can avoid: ``sum_{j<k} t_j + m t_k + u_k`` for every
+stage.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+FRONTIER_STEPS = 4096
+"""Into how many steps the bytes that recompute can save are divided, rounded down, once a frontier has that many points."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A stretch of the model that stays in one piece, on a sub-mesh of some size. Seconds of one microbatch, bytes of one rank.
+
+    ``once_s``: per step. ``held_bytes``: parameters, gradients and optimizer state. ``activation_bytes``: what one microbatch
+    keeps from forward to backward; ``recomputed_bytes``: what is left of that if the block is computed again, which takes
+    ``forward_s`` more. ``transfer_s``: for the message into this block if a stage begins with it, there and back.
+    """
+
+    forward_s: float
+    backward_s: float
+    once_s: float = 0.0
+    held_bytes: float = 0.0
+    activation_bytes: float = 0.0
+    recomputed_bytes: float | None = None
+    transfer_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Blocks ``start`` up to ``stop`` on ``num_devices``; ``recomputed`` are those computed again."""
+
+    start: int
+    stop: int
+    num_devices: int
+    recomputed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Split:
+    """The best stages under the model. No split into as many stages, on any schedule, takes less than ``bound_s``."""
+
+    stages: tuple[Stage, ...]
+    cost_s: float
+    bound_s: float
+
+
+@dataclass(frozen=True)
+class NoFit:
+    """No split fits: the best one still needs ``needed_bytes`` on its fullest device (infinite: the devices do not add up)."""
+
+    needed_bytes: float
+
+
+InFlight = Callable[[int], int]
+"""From a stage's place, counted from the end (the last is 1), to the microbatches that it holds at once."""
+
+
+def one_forward_one_backward(num_microbatches: int) -> InFlight:
+    """A stage of 1F1B holds one microbatch for itself and one for every stage after it."""
+    return lambda place: min(place, num_microbatches)
+
+
+def all_at_once(num_microbatches: int) -> InFlight:
+    """GPipe holds all of them."""
+    return lambda place: num_microbatches
+
+
+def split_stages(
+    blocks: Mapping[int, Sequence[Block]],
+    num_devices: int,
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    memory_bytes: float = float("inf"),
+    in_flight: InFlight | None = None,
+) -> Split | NoFit:
+    """The best split into exactly ``num_stages``.
+
+    ``blocks``: for each number of devices that a stage may have, all blocks of the model on that many.
+    """
+    unit = math.gcd(*blocks, num_devices)  # devices are dealt out in lots of that many
+    num_devices //= unit
+    menus = [_Menu(size // unit, listed, num_microbatches) for size, listed in sorted(blocks.items())]
+    holds = in_flight or one_forward_one_backward(num_microbatches)
+    places = [holds(place) for place in range(1, num_stages + 1)]
+    priced = [[menu.priced(count, memory_bytes) for menu in menus] for count in places]
+    best, limit = None, np.inf
+    while True:
+        found = _least_sum(menus, priced, num_devices, limit)
+        if found is None:
+            break
+        total, peak, _ = found
+        if best is None or total + peak < best[0]:
+            best = (total + peak, found[2])
+        limit = np.nextafter(peak, -np.inf)
+    if best is None:
+        return NoFit(_least_memory(menus, places, num_devices))
+    cost, path = best
+    stages = []
+    for place, (start, stop, index) in zip(range(num_stages, 0, -1), path, strict=True):
+        menu = menus[index]
+        stages.append(Stage(start, stop, menu.size * unit, menu.recomputed(start, stop, places[place - 1], memory_bytes)))
+    return Split(tuple(stages), float(cost), min(float(cost), _bound(menus, num_devices, num_stages, num_microbatches)))
+
+
+class _Menu:
+    """All stages that devices of one number could run: arrays [start, stop] over blocks."""
+
+    def __init__(self, size: int, blocks: Sequence[Block], num_microbatches: int) -> None:
+        self.size, self.blocks, self.num_microbatches = size, blocks, num_microbatches
+        self.time_s = _ranges([b.forward_s + b.backward_s for b in blocks], np.inf)
+        self.time_s += np.array([0.0, *(b.transfer_s for b in blocks[1:]), 0.0])[:, None]
+        self.once_s = _ranges([b.once_s for b in blocks])
+        self.held_bytes = _ranges([b.held_bytes for b in blocks])
+        self.activation_bytes = _ranges([b.activation_bytes for b in blocks])
+        self._frontiers: dict[int, list[_Frontier]] = {}
+
+    def priced(self, count: int, memory_bytes: float) -> tuple[Array, Array]:
+        """Seconds per microbatch, and seconds counted into the maximum, with ``count`` microbatches in flight; infinite where
+        the stage does not fit.
+        """
+        time = self.time_s.copy()
+        lacking = self.held_bytes + count * self.activation_bytes - memory_bytes
+        for start, stop in zip(*np.nonzero(np.isfinite(time) & (lacking > 0)), strict=True):
+            time[start, stop] += self._frontier(start, stop).cost_of(lacking[start, stop] / count)
+        counted = self.once_s.copy()
+        if self.num_microbatches > 1:
+            counted += (self.num_microbatches - 1) * time
+        return time, counted
+
+    def recomputed(self, start: int, stop: int, count: int, memory_bytes: float) -> tuple[int, ...]:
+        """Which blocks of a stage are computed again so that it fits."""
+        lacking = self.held_bytes[start, stop] + count * self.activation_bytes[start, stop] - memory_bytes
+        if lacking <= 0:
+            return ()
+        return tuple(start + index for index in self._frontier(start, stop).chosen(lacking / count))
+
+    def least_bytes(self, count: int) -> Array:
+        """The bytes of every stage with all blocks computed again."""
+        saved = _ranges([_saved_bytes(block) for block in self.blocks])
+        return np.where(np.isfinite(self.time_s), self.held_bytes + count * (self.activation_bytes - saved), np.inf)
+
+    def _frontier(self, start: int, stop: int) -> _Frontier:
+        frontiers = self._frontiers.setdefault(start, [_Frontier()])
+        while len(frontiers) <= stop - start:
+            frontiers.append(frontiers[-1].with_block(self.blocks[start + len(frontiers) - 1]))
+        return frontiers[stop - start]
+
+
+class _Frontier:
+    """The Pareto points of computing some of the blocks again: bytes saved against seconds, both ascending."""
+
+    def __init__(self, saved: Array | None = None, cost: Array | None = None, before: _Frontier | None = None) -> None:
+        self.saved = np.zeros(1) if saved is None else saved
+        self.cost = np.zeros(1) if cost is None else cost
+        self._before = before
+        self._block = (0.0, 0.0)
+
+    def with_block(self, block: Block) -> _Frontier:
+        """With one more block to choose or leave."""
+        item = (_saved_bytes(block), block.forward_s)
+        saved = np.concatenate([self.saved, self.saved + item[0]])
+        cost = np.concatenate([self.cost, self.cost + item[1]])
+        if len(saved) > FRONTIER_STEPS:
+            step = saved.max() / FRONTIER_STEPS
+            saved = np.floor(saved / step) * step
+        order = np.lexsort((-saved, cost))
+        saved, cost = saved[order], cost[order]
+        kept = np.concatenate([[True], saved[1:] > np.maximum.accumulate(saved)[:-1]])
+        frontier = _Frontier(saved[kept], cost[kept], self)
+        frontier._block = item
+        return frontier
+
+    def cost_of(self, needed: float) -> float:
+        """The least seconds that save so many bytes; infinite if nothing does."""
+        index = int(np.searchsorted(self.saved, needed * (1 - 1e-12)))
+        return float(self.cost[index]) if index < len(self.cost) else float("inf")
+
+    def chosen(self, needed: float) -> list[int]:
+        """The blocks, by number, of the cheapest choice that saves so many bytes."""
+        index = int(np.searchsorted(self.saved, needed * (1 - 1e-12)))
+        saved, cost = float(self.saved[index]), float(self.cost[index])
+        found, frontier, number = [], self, self._depth() - 1
+        while frontier._before is not None:
+            before = frontier._before
+            if before.cost_of(saved) > cost * (1 + 1e-12):
+                found.append(number)
+                saved, cost = saved - frontier._block[0], cost - frontier._block[1]
+            frontier, number = before, number - 1
+        return found[::-1]
+
+    def _depth(self) -> int:
+        return 0 if self._before is None else 1 + self._before._depth()
+
+
+def _saved_bytes(block: Block) -> float:
+    return 0.0 if block.recomputed_bytes is None else block.activation_bytes - block.recomputed_bytes
+
+
+def _ranges(values: Sequence[float], empty: float = 0.0) -> Array:
+    """[start, stop] -> the sum over the range; ``empty`` where there is nothing in it."""
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
+    table = sums[None, :] - sums[:, None]
+    return np.where(np.triu(np.ones_like(table), 1) > 0, table, empty)
+
+
+def _least_sum(
+    menus: Sequence[_Menu], priced: Sequence[Sequence[tuple[Array, Array]]], num_devices: int, limit: float
+) -> tuple[float, float, list[tuple[int, int, int]]] | None:
+    """The least sum of stage times with no stage's counted seconds above ``limit``: ``(sum, largest counted, path)``.
+
+    ``priced[place - 1][menu]``: the stages at that place from the end. The path is ``(start, stop, menu)`` from first to last.
+    """
+    num_blocks = len(menus[0].blocks) if menus else 0
+    if not num_blocks:
+        return None
+    after = np.full((num_blocks + 1, num_devices + 1), np.inf)  # [block, devices left] -> seconds of the rest
+    after[num_blocks, 0] = 0.0
+    choices: list[Array] = []
+    for listed in priced:
+        best = np.full_like(after, np.inf)
+        choice = np.full((*after.shape, 2), -1)
+        for index, (menu, (time, counted)) in enumerate(zip(menus, listed, strict=True)):
+            allowed = np.where(counted <= limit, time, np.inf)
+            for left in range(menu.size, num_devices + 1):
+                column = after[:, left - menu.size]
+                if not np.isfinite(column).any():
+                    continue
+                sums = allowed + column[None, :]
+                stops = sums.argmin(axis=1)
+                values = sums[np.arange(len(sums)), stops]
+                better = values < best[:, left]
+                best[better, left] = values[better]
+                choice[better, left, 0], choice[better, left, 1] = stops[better], index
+        choices.append(choice)
+        after = best
+    if not np.isfinite(after[0, num_devices]):
+        return None
+    path, block, left, largest = [], 0, num_devices, 0.0
+    for choice, listed in zip(reversed(choices), reversed(priced), strict=True):
+        stop, index = (int(item) for item in choice[block, left])
+        path.append((block, stop, index))
+        largest = max(largest, float(listed[index][1][block, stop]))
+        block, left = stop, left - menus[index].size
+    return float(after[0, num_devices]), largest, path
+
+
+def _bound(menus: Sequence[_Menu], num_devices: int, num_stages: int, num_microbatches: int) -> float:
+    """The least over all splits, memory aside, of the largest ``sum_{j<k} t_j + m t_k + u_k``: by bisection, as the least sum
+    of the stages before decides whether the next one keeps within a limit.
+    """
+
+    def feasible(limit: float) -> bool:
+        num_blocks = len(menus[0].blocks)
+        before = np.full((num_blocks + 1, num_devices + 1), np.inf)
+        before[0, 0] = 0.0
+        for _ in range(num_stages):
+            following = np.full_like(before, np.inf)
+            for menu in menus:
+                own = num_microbatches * menu.time_s + menu.once_s
+                for used in range(num_devices - menu.size + 1):
+                    start = before[:, used]
+                    if np.isfinite(start).any():
+                        with np.errstate(invalid="ignore"):
+                            sums = np.where(start[:, None] + own <= limit, start[:, None] + menu.time_s, np.inf)
+                        np.minimum(following[:, used + menu.size], sums.min(axis=0), out=following[:, used + menu.size])
+            before = following
+        return bool(np.isfinite(before[num_blocks, num_devices]))
+
+    found = _least_sum(menus, [[(m.time_s, m.time_s) for m in menus]] * num_stages, num_devices, np.inf)
+    if found is None:
+        return float("inf")
+    low, high = 0.0, num_microbatches * found[0] + sum(float(menu.once_s[0, -1]) for menu in menus) + found[0]
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        if feasible(middle):
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+def _least_memory(menus: Sequence[_Menu], places: Sequence[int], num_devices: int) -> float:
+    """The least over all splits of what the fullest device needs."""
+    tables = [[menu.least_bytes(count) for menu in menus] for count in places]
+    sizes = sorted(set(itertools.chain.from_iterable(t[np.isfinite(t)].tolist() for listed in tables for t in listed)))
+    low, high = 0, len(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        priced = [[(np.where(np.isfinite(table), 0.0, np.inf), table) for table in listed] for listed in tables]
+        if _least_sum(menus, priced, num_devices, sizes[middle]) is not None:
+            high = middle
+        else:
+            low = middle + 1
+    return sizes[low] if low < len(sizes) else float("inf")

@@ -1,0 +1,396 @@
+"""The machines a plan is made for: one kind of device, and the links between devices in tiers.
+
+Devices are numbered so that neighbours are close: rank ``r`` of a job is device ``r``. **Tiers** say which devices are joined
+by what. The innermost comes first; each group of a tier is a run of whole groups of the tier inside it, and the one group of
+the outermost tier is all devices:
+
+    nvlink      8 8 8 4      28 devices in nodes, the last one has 4
+    infiniband  28           all of them
+
+Two devices talk over the innermost tier that has both in one group. Rates are those that are reached, not those of data
+sheets; ``docs/hardware.md`` describes the JSON form and the presets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.compiler.cost.efficiency import EfficiencyTable
+from shardwright.compiler.cost.json_fields import Fields
+from shardwright.runtime.errors import ConfigError, did_you_mean
+
+FORMAT = 1
+"""The version of the JSON form."""
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+"""What :func:`shardwright.compiler.cost.collectives.collective_s` knows; ``send`` is from one device to another."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device.
+
+    ``flops_per_s`` is the dense peak by dtype name (``"bfloat16"``), of which matrix products reach ``matmul_efficiency``: one
+    fraction, or a table by dtype name. ``bytes_per_s`` is the memory bandwidth that streaming operators reach (read and written
+    bytes together), ``launch_s`` the least time of one operator.
+    """
+
+    name: str
+    memory_bytes: int
+    flops_per_s: Mapping[str, float]
+    bytes_per_s: float
+    launch_s: float
+    matmul_efficiency: float | Mapping[str, EfficiencyTable] = 1.0
+
+    def matmul_s(self, m: float, n: float, k: float, dtype: str, batch: float = 1) -> float:
+        """Seconds of ``batch`` products ``[m, k] x [k, n]``, arithmetic only; a batch counts like more rows.
+
+        Raises:
+            ConfigError: nothing is known of ``dtype``.
+        """
+        flops = 2.0 * batch * m * n * k
+        return flops / (self.peak_flops_per_s(dtype) * self._efficiency(batch * m, n, k, dtype)) if flops else 0.0
+
+    def measured(self, m: float, n: float, k: float, dtype: str, batch: float = 1) -> bool:
+        """Whether the efficiency at this size was measured, rather than taken from the edge of the table or a constant."""
+        if not isinstance(self.matmul_efficiency, Mapping) or dtype not in self.matmul_efficiency:
+            return False
+        return self.matmul_efficiency[dtype].covers(batch * m, n, k)
+
+    def memory_s(self, num_bytes: float) -> float:
+        """Seconds of reading and writing ``num_bytes`` in all."""
+        return num_bytes / self.bytes_per_s
+
+    def peak_flops_per_s(self, dtype: str) -> float:
+        """The dense peak of ``dtype``.
+
+        Raises:
+            ConfigError: nothing is known of ``dtype``.
+        """
+        if dtype not in self.flops_per_s:
+            raise ConfigError(
+                f"device {self.name!r} has no rate for products in {dtype}",
+                why=f"its flops_per_s has {', '.join(self.flops_per_s)}",
+                hint=f"add {dtype!r} to flops_per_s in the hardware file",
+            )
+        return self.flops_per_s[dtype]
+
+    def _efficiency(self, m: float, n: float, k: float, dtype: str) -> float:
+        if not isinstance(self.matmul_efficiency, Mapping):
+            return self.matmul_efficiency
+        return self.matmul_efficiency[dtype].at(m, n, k) if dtype in self.matmul_efficiency else 1.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """What sending over a tier costs one device: ``latency_s`` per message, and ``bytes_per_s`` in each direction."""
+
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Tier:
+    """One level of links.
+
+    ``sizes`` are the devices of each group. ``latency_s`` and ``bytes_per_s`` are of one device and direction; ``kinds`` has
+    other numbers for single collectives (their keys are :data:`COLLECTIVES`), as measured ones differ.
+
+    Links may be shared: ``uplink_bytes_per_s`` is what one group of the tier inside this one sends out over this tier together
+    (one network card for eight devices), ``fabric_bytes_per_s`` what a whole group of this tier moves at once (a memory bus, an
+    oversubscribed switch). ``None``: only the devices' own links limit.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    latency_s: float
+    bytes_per_s: float
+    kinds: Mapping[str, Link] = field(default_factory=dict)
+    uplink_bytes_per_s: float | None = None
+    fabric_bytes_per_s: float | None = None
+
+    def link(self, kind: str) -> Link:
+        """The numbers for one kind of collective."""
+        return self.kinds.get(kind) or Link(self.latency_s, self.bytes_per_s)
+
+    @cached_property
+    def group_of(self) -> npt.NDArray[np.int64]:
+        """The group index of every device."""
+        return np.repeat(np.arange(len(self.sizes)), self.sizes)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """All devices of a job. Its :meth:`digest` covers what decides costs: device and tiers.
+
+    ``residuals`` are the relative errors of a calibration by what was fitted (``"all_reduce"``), ``sources`` say where numbers
+    come from (by JSON path), ``measurements`` are the raw points of a calibration.
+    """
+
+    name: str
+    device: Device
+    tiers: tuple[Tier, ...]
+    residuals: Mapping[str, float] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    measurements: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_tiers(self.tiers, self.name)
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+    @property
+    def num_devices(self) -> int:
+        return sum(self.tiers[-1].sizes)
+
+    def tier_between(self, device: int, other: int) -> int:
+        """The index of the innermost tier that joins two devices."""
+        return next(i for i, tier in enumerate(self.tiers) if tier.group_of[device] == tier.group_of[other])
+
+    def digest(self) -> str:
+        """A SHA-256 of device and tiers."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        data = self.to_json()
+        decisive = json.dumps({key: data[key] for key in ("num_devices", "device", "tiers")}, sort_keys=True)
+        return hashlib.sha256(decisive.encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values; :meth:`from_json` is the inverse."""
+        extra = {key: dict(getattr(self, key)) for key in ("residuals", "sources", "measurements") if getattr(self, key)}
+        return {
+            "format": FORMAT,
+            "name": self.name,
+            "num_devices": self.num_devices,
+            "device": _device_json(self.device),
+            "tiers": [_tier_json(tier) for tier in self.tiers],
+            **extra,
+        }
+
+    def dumps(self) -> str:
+        """The text of a hardware file."""
+        return json.dumps(self.to_json(), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, data: object, num_devices: int | None = None, where: str = "hardware") -> Hardware:
+        """The hardware that JSON ``data`` describes, with ``num_devices`` devices if given; ``where`` names it in errors.
+
+        Raises:
+            ConfigError: a key that is missing, unknown or has a value it cannot have (by its path), or more devices than the
+                data says how to connect.
+        """
+        fields = Fields(data, where)
+        if fields.count("format") != FORMAT:
+            raise fields.error("format", f"is {FORMAT} in this version")
+        count = fields.count("num_devices") if num_devices is None else num_devices
+        if count < 1:
+            raise ConfigError(f"num_devices is at least 1, not {count}", where=where)
+        hardware = cls(
+            name=fields.text("name"),
+            device=_read_device(fields.child("device")),
+            tiers=tuple(_read_tier(tier, count) for tier in fields.children("tiers")),
+            residuals=fields.numbers("residuals", optional=True),
+            sources=fields.texts("sources", optional=True),
+            measurements=fields.mapping("measurements", optional=True),
+        )
+        fields.finish("num_devices")
+        return hardware
+
+
+def preset_names() -> tuple[str, ...]:
+    """The names of the presets."""
+    return tuple(sorted(file.name.removesuffix(".json") for file in _presets().iterdir() if file.name.endswith(".json")))
+
+
+def load_hardware(name_or_path: str, num_devices: int | None = None) -> Hardware:
+    """The hardware of a preset, or of a JSON file (what ends in ``.json`` or has a slash is a path).
+
+    With ``num_devices``, as many whole or partial nodes as that takes.
+
+    Raises:
+        ConfigError: an unknown preset, a file that cannot be read, or what it says is no hardware; names path and key.
+    """
+    if not name_or_path.endswith(".json") and "/" not in name_or_path:
+        if name_or_path not in preset_names():
+            raise ConfigError(
+                f"there is no hardware {name_or_path!r}",
+                why=f"the presets are {', '.join(preset_names())}",
+                hint=f"{did_you_mean(name_or_path, preset_names())} A file's name ends in .json",
+            )
+        text, where = (_presets() / f"{name_or_path}.json").read_text(encoding="utf-8"), f"preset {name_or_path}"
+    else:
+        where = name_or_path
+        try:
+            text = Path(name_or_path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            hint = f"shardwright calibrate --out {name_or_path} makes one, or take a preset: {', '.join(preset_names())}"
+            raise ConfigError(f"cannot read the hardware file {name_or_path}", why=str(error), hint=hint) from error
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError("a hardware file that is not JSON", where=f"{where}, line {error.lineno}", why=error.msg) from error
+    return Hardware.from_json(data, num_devices, where)
+
+
+def _presets() -> Any:
+    return resources.files("shardwright.compiler.cost") / "presets"
+
+
+def _check_tiers(tiers: tuple[Tier, ...], name: str) -> None:
+    """Groups nest, and the outermost tier joins all devices."""
+    if not tiers:
+        raise ConfigError(f"hardware {name!r} has no tiers", hint="one device alone has one tier of size 1")
+    total = sum(tiers[-1].sizes)
+    for inner, outer in itertools.pairwise(tiers):
+        bounds = set(itertools.accumulate(inner.sizes))
+        for bound in itertools.accumulate(outer.sizes):
+            if bound not in bounds:
+                raise ConfigError(
+                    f"tier {outer.name!r} of hardware {name!r} cuts through a group of tier {inner.name!r}",
+                    why=f"a group of {outer.name} ends after device {bound - 1}, none of {inner.name} does",
+                    hint="a group of a tier is a run of whole groups of the tier before it in the list",
+                )
+        if sum(inner.sizes) != total:
+            raise ConfigError(
+                f"the tiers of hardware {name!r} disagree on the number of devices",
+                why=f"{inner.name} has {sum(inner.sizes)}, {tiers[-1].name} has {total}",
+            )
+    if len(tiers[-1].sizes) > 1:
+        raise ConfigError(
+            f"the devices of hardware {name!r} are not connected",
+            why=f"its outermost tier, {tiers[-1].name}, has {len(tiers[-1].sizes)} groups for {total} devices",
+            hint="ask for fewer devices, or add a tier with sizes 'all' that joins the groups",
+        )
+
+
+def _read_device(fields: Fields) -> Device:
+    device = Device(
+        name=fields.text("name"),
+        memory_bytes=fields.count("memory_bytes"),
+        flops_per_s=fields.numbers("flops_per_s"),
+        bytes_per_s=fields.number("bytes_per_s"),
+        launch_s=fields.number("launch_s", zero=True),
+        matmul_efficiency=_read_efficiency(fields),
+    )
+    fields.finish()
+    return device
+
+
+def _read_efficiency(fields: Fields) -> float | Mapping[str, EfficiencyTable]:
+    if not fields.is_mapping("matmul_efficiency"):
+        return fields.number("matmul_efficiency")
+    tables, rates = {}, fields.numbers("flops_per_s")
+    by_dtype = fields.child("matmul_efficiency")
+    for dtype in by_dtype.names():
+        table = by_dtype.child(dtype)
+        if dtype not in rates:
+            raise by_dtype.error(dtype, "has no peak in flops_per_s")
+        m, n, k = (table.counts(key) for key in ("m", "n", "k"))
+        for key, grid in (("m", m), ("n", n), ("k", k)):
+            if list(grid) != sorted(set(grid)) or not grid:
+                raise table.error(key, "is a list of ascending sizes")
+        fractions = table.number_list("fractions")
+        if len(fractions) != len(m) * len(n) * len(k):
+            raise table.error("fractions", f"has {len(m) * len(n) * len(k)} numbers, one per (m, n, k); k varies fastest")
+        table.finish()
+        tables[dtype] = EfficiencyTable(m, n, k, fractions)
+    return tables
+
+
+def _read_tier(fields: Fields, num_devices: int) -> Tier:
+    tier = Tier(
+        name=fields.text("name"),
+        sizes=_read_sizes(fields, num_devices),
+        latency_s=fields.number("latency_s", zero=True),
+        bytes_per_s=fields.number("bytes_per_s"),
+        kinds=_read_kinds(fields),
+        uplink_bytes_per_s=fields.optional_number("uplink_bytes_per_s"),
+        fabric_bytes_per_s=fields.optional_number("fabric_bytes_per_s"),
+    )
+    fields.finish()
+    return tier
+
+
+def _read_kinds(fields: Fields) -> Mapping[str, Link]:
+    if not fields.has("kinds"):
+        return {}
+    kinds, links = fields.child("kinds"), {}
+    for kind in kinds.names():
+        if kind not in COLLECTIVES:
+            raise kinds.error(kind, f"is no collective: {did_you_mean(kind, COLLECTIVES)}")
+        link = kinds.child(kind)
+        links[kind] = Link(link.number("latency_s", zero=True), link.number("bytes_per_s"))
+        link.finish()
+    return links
+
+
+def _read_sizes(fields: Fields, num_devices: int) -> tuple[int, ...]:
+    """``8``: groups of 8 devices, as many as needed. ``"all"``: one group. ``[8, 8, 4]``: these, or the first of them."""
+    value = fields.value("sizes")
+    if value == "all":
+        return (num_devices,)
+    if not isinstance(value, list):
+        size = fields.count("sizes")
+        return _cut((size,) * math.ceil(num_devices / size), num_devices)
+    sizes = fields.counts("sizes")
+    if sum(sizes) < num_devices:
+        raise fields.error("sizes", f"has {sum(sizes)} devices; nothing says how {num_devices} are connected")
+    return _cut(sizes, num_devices)
+
+
+def _cut(sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
+    """The first groups, with ``num_devices`` devices in all."""
+    ends = list(itertools.accumulate(sizes))
+    return tuple(
+        min(size, num_devices - (end - size)) for size, end in zip(sizes, ends, strict=True) if end - size < num_devices
+    )
+
+
+def _device_json(device: Device) -> dict[str, Any]:
+    efficiency = device.matmul_efficiency
+    return {
+        "name": device.name,
+        "memory_bytes": device.memory_bytes,
+        "flops_per_s": dict(device.flops_per_s),
+        "bytes_per_s": device.bytes_per_s,
+        "launch_s": device.launch_s,
+        "matmul_efficiency": (
+            {dtype: _table_json(table) for dtype, table in efficiency.items()}
+            if isinstance(efficiency, Mapping)
+            else efficiency
+        ),
+    }
+
+
+def _table_json(table: EfficiencyTable) -> dict[str, Any]:
+    return {"m": list(table.m), "n": list(table.n), "k": list(table.k), "fractions": list(table.fractions)}
+
+
+def _tier_json(tier: Tier) -> dict[str, Any]:
+    first, total = tier.sizes[0], sum(tier.sizes)
+    regular = _cut((first,) * math.ceil(total / first), total) == tier.sizes
+    shared = {key: getattr(tier, key) for key in ("uplink_bytes_per_s", "fabric_bytes_per_s") if getattr(tier, key) is not None}
+    kinds = {kind: {"latency_s": link.latency_s, "bytes_per_s": link.bytes_per_s} for kind, link in tier.kinds.items()}
+    return {
+        "name": tier.name,
+        "sizes": first if regular else list(tier.sizes),
+        "latency_s": tier.latency_s,
+        "bytes_per_s": tier.bytes_per_s,
+        **({"kinds": kinds} if kinds else {}),
+        **shared,
+    }

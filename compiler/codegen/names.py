@@ -57,12 +57,16 @@ MODULE_ATTRIBUTES = frozenset(dir(nn.Module)) | {
 }
 """Attributes of a ParallelModule that a model's own top-level names may collide with."""
 
+STAGE_METHOD = re.compile(r"stage\d+(_eval)?")
+"""The methods of a pipeline's stages, likewise."""
+
 
 def attribute_path(path: str, *, root: str = "self") -> str:
     """``transformer.h.0.attn`` -> ``self.transformer.h[0].attn``; odd or colliding names go through ``self.weights(...)``."""
     parts = path.split(".")
     odd = any(not (part.isdigit() or (part.isidentifier() and not keyword.iskeyword(part))) for part in parts)
-    if odd or (root == "self" and (parts[0] in MODULE_ATTRIBUTES or parts[0].isdigit() or parts[0].startswith("_"))):
+    taken = parts[0] in MODULE_ATTRIBUTES or parts[0].isdigit() or parts[0].startswith("_") or STAGE_METHOD.fullmatch(parts[0])
+    if odd or (root == "self" and taken):
         return f'{root}.weights("{path}")'
     return root + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.compiler.codegen.names import MODULE_ATTRIBUTES, attribute_path
+from shardwright.compiler.verification.verify import verify
 from shardwright.runtime.module import ParallelModule
 from shardwright.runtime.pipeline.module import PipelineModule
 
@@ -25,7 +26,8 @@ def test_every_attribute_of_a_parallel_module_is_known() -> None:
 def test_attribute_paths() -> None:
     assert attribute_path("transformer.h.0.attn.weight") == "self.transformer.h[0].attn.weight"
     assert attribute_path("h.10", root="block") == "block.h[10]"
-    for odd in ("mesh.weight", "0.weight", "_inner.weight", "a-b.weight", "class.weight", "rank", "shared.weight", "a.b c"):
+    odd_ones = ("mesh.weight", "0.weight", "_inner.weight", "a-b.weight", "class.weight", "rank", "shared.weight", "a.b c")
+    for odd in (*odd_ones, "stage12.weight", "stage0_eval.weight"):
         assert attribute_path(odd) == f'self.weights("{odd}")'
     assert attribute_path("mesh.weight", root="block") == "block.mesh.weight"
 
@@ -63,6 +65,23 @@ class Named(nn.Module):
 @pytest.mark.parametrize("policy", ["tp", "data"])
 def test_awkward_module_names(first: str, second: str, policy: str, tmp_path: Path) -> None:
     plans.check_policy(Named(first, second).double(), X, policy, 2, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("stage1", "stage0"),  # the methods of the stages
+        ("segment", "run"),
+        ("segments", "output"),  # attributes of a pipelined module
+        ("actions", "enter"),
+        ("Segment", "leaves"),
+        ("stage1_eval", "Transfer"),
+    ],
+)
+def test_awkward_module_names_in_a_pipeline(first: str, second: str) -> None:
+    config = {"plan_ngpus": 2, "runtime_ngpus": 2, "use_end2end": True, "pas_config": {"stage_starts": [second]}}
+    report = verify(Named(first, second), X, "pp", config, steps=1)
+    assert report.ok, str(report)
 
 
 class Arguments(nn.Module):

@@ -2,7 +2,7 @@
 
 Every value has the layout its producer gives it. Each use asks for the layout its operator's strategy needs. Uses that ask
 for the same layout share one adapter, so that their gradients are summed before the one backward collective; a layout that
-is cheaper to reach from an already adapted one (S -> G -> R) is reached from there.
+is cheaper to reach from another copy (S -> G -> R) is reached from there (:mod:`shardwright.compiler.passes.sharing`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from shardwright.compiler.ops.localise import localise
 from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.strategy import layouts
 from shardwright.compiler.plan.check import check_strategies
+from shardwright.compiler.passes.sharing import Route, routes
 from shardwright.compiler.plan.conversion import AdapterStep, canonical, convert
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Instruction, Program
@@ -55,7 +56,9 @@ class _Lowering:
     plan: Plan
     body: list[Instruction] = field(default_factory=list)
     produced: dict[str, Layout] = field(default_factory=dict)
-    versions: dict[str, list[tuple[Layout, IRValue]]] = field(default_factory=dict)
+    wanted: dict[str, list[Layout]] = field(default_factory=dict)
+    routes: dict[str, Mapping[Layout, Route]] = field(default_factory=dict)
+    versions: dict[str, dict[Layout, IRValue]] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
 
     @property
@@ -70,12 +73,15 @@ class _Lowering:
             operand_layouts[op.name], results = layouts(_rule(op), plan.assignment(op.name), self.mesh)
             for value, layout in zip(op.results, results, strict=True):
                 self.produced[value.name] = layout
-        wanted: dict[str, list[Layout]] = {}
         for op in graph.ops:
             for value, layout in zip(op.operands, operand_layouts[op.name], strict=True):
-                wanted.setdefault(value.name, []).append(layout)
-        declarations = self._place_sources(wanted)
-        self._wanted = {name: self._distinct(name, items) for name, items in wanted.items()}
+                self.wanted.setdefault(value.name, []).append(layout)
+        declarations = self._place_sources(self.wanted)
+        for path, value in graph.output.leaves():
+            if isinstance(value, IRValue):
+                self.wanted.setdefault(value.name, []).append(self._output_layout(path, value))
+        for before, after in graph.buffer_updates:
+            self.wanted.setdefault(after.name, []).append(self.produced[before.name])
         for op in graph.ops:
             operands = [self._adapted(v, target, op) for v, target in zip(op.operands, operand_layouts[op.name], strict=True)]
             local = localise(_with_operands(op, operands), _rule(op), plan.assignment(op.name), self.mesh)
@@ -133,63 +139,27 @@ class _Lowering:
 
     # ------------------------------------------------------------------------------------------------------ adapters
 
-    def _distinct(self, name: str, layouts_: list[Layout]) -> list[Layout]:
-        return list({str(layout): layout for layout in layouts_}.values())
-
     def _adapted(self, value: IRValue, target: Layout, op: IROp | None) -> IRValue:
         """The value in the layout a use needs, made now if it is not there yet."""
-        differentiable = value.requires_grad
-        goal = canonical(target, self.mesh, differentiable=differentiable)
-        versions = self.versions.setdefault(
-            value.name, [(canonical(self.produced[value.name], self.mesh, differentiable=differentiable), value)]
-        )
-        for layout, existing in versions:
-            if layout == goal:
-                return existing
-        region = op.region if op else None
-        _, start, steps = self._cheapest(value, versions, goal)
-        for step in steps:
-            result = replace(value, name=self._fresh_name(value, step), kind=ValueKind.ACTIVATION, fqn=None)
-            self.body.append(Adapt(start, result, value, step, region, op.module_path if op else ""))
-            versions.append((step.after, result))
-            start = result
-        return start
+        versions = self.versions.get(value.name)
+        if versions is None:
+            versions = self.versions[value.name] = {self._canonical(value, self.produced[value.name]): value}
+            self.routes[value.name] = routes(
+                self.produced[value.name], self.wanted[value.name], self.mesh, differentiable=value.requires_grad
+            )
+        goal = self._canonical(value, target)
+        if goal not in versions:
+            route = self.routes[value.name][goal]
+            start = self._adapted(value, route.start, op)
+            for step in route.steps:
+                result = replace(value, name=self._fresh_name(value, step), kind=ValueKind.ACTIVATION, fqn=None)
+                self.body.append(Adapt(start, result, value, step, op.region if op else None, op.module_path if op else ""))
+                start = result
+            versions[goal] = start
+        return versions[goal]
 
-    def _cheapest(
-        self, value: IRValue, versions: list[tuple[Layout, IRValue]], goal: Layout
-    ) -> tuple[Layout, IRValue, tuple[AdapterStep, ...]]:
-        """The existing version from which the goal costs least. When another use will want the same copy as ``G``, the value is
-        gathered (or reduced) once as ``G`` and the ``R`` copy taken from it, so both gradients go home in one collective.
-        """
-        best = None
-        for layout, existing in versions:
-            steps = convert(layout, goal, self.mesh, differentiable=value.requires_grad)
-            cost = steps_elements(steps, self.mesh, differentiable=value.requires_grad)
-            if best is None or cost < best[0]:
-                best = (cost, layout, existing, steps)
-        assert best is not None
-        _, layout, existing, steps = best
-        partner = self._grad_partial_partner(value, goal)
-        if partner is not None and all(version != partner for version, _ in versions):
-            via = convert(layout, partner, self.mesh) + convert(partner, goal, self.mesh)
-            direct = steps_elements(steps, self.mesh) + steps_elements(convert(layout, partner, self.mesh), self.mesh)
-            if steps_elements(via, self.mesh) < direct:
-                return layout, existing, via
-        return layout, existing, steps
-
-    def _grad_partial_partner(self, value: IRValue, goal: Layout) -> Layout | None:
-        """The layout like ``goal`` but with more G axes that some other use of the value wants."""
-        if not value.requires_grad:
-            return None
-        for other in self._wanted.get(value.name, []):
-            layout = canonical(other, self.mesh)
-            if (
-                layout.dims == goal.dims
-                and layout.partial == goal.partial
-                and set(layout.grad_partial) > set(goal.grad_partial)
-            ):
-                return layout
-        return None
+    def _canonical(self, value: IRValue, layout: Layout) -> Layout:
+        return canonical(layout, self.mesh, differentiable=value.requires_grad)
 
     def _fresh_name(self, value: IRValue, step: AdapterStep) -> str:
         words = {
@@ -206,15 +176,18 @@ class _Lowering:
 
     # ------------------------------------------------------------------------------------------------------- outputs
 
+    def _output_layout(self, path: str, value: IRValue) -> Layout:
+        """How an output leaves the program."""
+        wish = self.plan.outputs.get(path, "whole")
+        if wish == "sharded":
+            return self.produced[value.name]
+        return wish if isinstance(wish, Layout) else Layout.whole(value.shape)
+
     def _output(self, tree: Tree, path: str) -> Tree:
         if tree.kind == "leaf":
             if not isinstance(tree.value, IRValue):
                 return tree
-            wish = self.plan.outputs.get(path, "whole")
-            if wish == "sharded":
-                return tree
-            target = wish if isinstance(wish, Layout) else Layout.whole(tree.value.shape)
-            return replace(tree, value=self._adapted(tree.value, target, None))
+            return replace(tree, value=self._adapted(tree.value, self._output_layout(path, tree.value), None))
         return replace(tree, children=tuple((k, self._output(child, f"{path}.{k}".lstrip("."))) for k, child in tree.children))
 
 

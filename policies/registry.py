@@ -16,6 +16,7 @@ BUILT_IN: Mapping[str, str] = {
     "data": "shardwright.policies.data",
     "pp": "shardwright.policies.pp",
     "hybrid": "shardwright.policies.hybrid",
+    "saved": "shardwright.policies.saved",
 }
 """Name to the module whose ``POLICY`` it is; imported when asked for."""
 

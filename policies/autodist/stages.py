@@ -2,7 +2,7 @@
 
 Variables: the cuts, the devices of every stage, and which of its blocks are computed again in the backward.
 
-Objective: ``sum_k t_k + max_k ((m - 1) t_k + u_k)`` seconds, where a microbatch takes ``t_k`` in stage ``k`` (forward, backward,
+Objective: ``sum_k t_k + max_k ((m - 1) t_k + u_k)`` s, where a microbatch takes ``t_k`` in stage ``k`` (forward, backward,
 what is computed again, and the message from the stage before) and ``u_k`` comes once per step (reduction of gradients,
 optimizer). For equal stages this is the time of 1F1B, GPipe and their like; for others the schedule is simulated later.
 

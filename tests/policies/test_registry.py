@@ -7,7 +7,7 @@ from shardwright.policies.policy import NoOptions
 from shardwright.policies.registry import find_policy, policy_names, register_policy
 from shardwright.runtime.errors import PlanError
 
-KNOWN = "'data', 'dp', 'hybrid', 'pp', 'tp'"
+KNOWN = "'data', 'dp', 'hybrid', 'pp', 'saved', 'tp'"
 UNAVAILABLE = {"autodist": "searching for a plan"}
 
 

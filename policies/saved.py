@@ -1,0 +1,57 @@
+"""``saved``: a plan from a file, on the ranks and the model of now."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.refit import refit
+from shardwright.policies.policy import Policy, read_options
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import PlanError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedOptions:
+    """``load_plan``: the file, a ``plan.json`` of a compile or one edited by hand. ``mesh``: axes of its mesh that get another
+    size. ``num_microbatches``: instead of the plan's.
+    """
+
+    load_plan: str
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    num_microbatches: int | None = None
+
+
+def read_plan_file(path: str | Path) -> Plan:
+    """The plan in a file. Raises :class:`PlanError` if there is none, or the file is not a plan."""
+    path = Path(path)
+    try:
+        return Plan.from_json(json.loads(path.read_text()))
+    except OSError as error:
+        raise PlanError(f"no plan can be read from {path}", why=str(error), hint="name the plan.json of a compile") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
+        raise PlanError(f"{path} holds no plan", why=what, hint="compare it with the plan.json of a compile") from error
+
+
+def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
+    """The plan of the file, if it fits."""
+    options = read_options(SavedOptions, config.pas_config, policy="saved")
+    plan = refit(read_plan_file(options.load_plan), graph, config.plan_ngpus, options.mesh)
+    if options.num_microbatches is None:
+        return plan
+    if not plan.stages or plan.actions:
+        raise PlanError(
+            "num_microbatches cannot be changed in this plan",
+            why="its schedule is written out action by action" if plan.actions else "it is no pipeline",
+            hint="leave num_microbatches out",
+        )
+    return replace(plan, num_microbatches=options.num_microbatches)
+
+
+# Not built in: its name does not say what it does, the file does. So it is run again, and plans are compared.
+POLICY = Policy("saved", apply, SavedOptions)

@@ -1,0 +1,176 @@
+"""How long adapters and gradient reductions take: the collective, and the copies around it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+
+from shardwright.compiler.cost.collectives import axis_collective_s, groups_collective_s
+from shardwright.compiler.cost.hardware import Hardware
+from shardwright.compiler.cost.local import local_bytes, local_shape
+from shardwright.compiler.cost.operators import OpTime
+from shardwright.compiler.plan.conversion import AdapterStep
+from shardwright.runtime.layout import Layout, Mesh
+
+DEFAULT_BUCKET_BYTES = 25 * 2**20
+"""What a bucket of gradients holds (``ComputeConfig.reducer_bucket_cap_mb``)."""
+
+
+def step_time(
+    step: AdapterStep,
+    dtype: torch.dtype,
+    mesh: Mesh,
+    ranks: Sequence[int],
+    hardware: Hardware,
+    *,
+    differentiable: bool = True,
+) -> OpTime:
+    """Seconds of one adapter step on the slowest rank: the collective, and the memory traffic of the local copies.
+
+    ``ranks``: the global ranks the mesh lies on, in its order.
+    """
+    return _step_time(step, dtype, mesh, tuple(ranks), hardware, differentiable)
+
+
+@functools.lru_cache(maxsize=65536)
+def _step_time(
+    step: AdapterStep, dtype: torch.dtype, mesh: Mesh, ranks: tuple[int, ...], hardware: Hardware, differentiable: bool
+) -> OpTime:
+    before, after = local_bytes(step.before, dtype, mesh), local_bytes(step.after, dtype, mesh)
+    movements = _Movements(step, mesh, ranks, hardware, before, after)
+    forward = movements.forward_s()
+    return OpTime(forward, movements.backward_s() if differentiable else 0.0)
+
+
+def reduction_s(
+    layout: Layout,
+    dtype: torch.dtype,
+    mesh: Mesh,
+    ranks: Sequence[int],
+    hardware: Hardware,
+    *,
+    num_units: int = 1,
+    unit_size: int | None = None,
+    bucket_bytes: float = DEFAULT_BUCKET_BYTES,
+) -> float:
+    """Seconds of summing the gradient of one parameter over the axes on which its layout is G, and over the units.
+
+    Its share of full buckets: what all parameters take is the sum, up to the latency of the last bucket. ``ranks``: the unit
+    ranks the mesh lies on; unit ``u`` begins at global rank ``u * unit_size`` (default: the size of the mesh).
+    """
+    num_bytes = local_bytes(layout, dtype, mesh)
+    axes = tuple(axis for axis in mesh.names if axis in layout.grad_partial and mesh.axis_size(axis) > 1)
+    if (num_units == 1 and not axes) or num_bytes == 0:
+        return 0.0
+    unit = mesh.size if unit_size is None else unit_size
+    return num_bytes * _per_byte(axes, mesh, tuple(ranks), num_units, unit, bucket_bytes, hardware)
+
+
+@functools.lru_cache(maxsize=4096)
+def _per_byte(
+    axes: tuple[str, ...],
+    mesh: Mesh,
+    ranks: tuple[int, ...],
+    num_units: int,
+    unit_size: int,
+    bucket_bytes: float,
+    hardware: Hardware,
+) -> float:
+    """Seconds per byte of gradient: moving it into a bucket, and its share of the all-reduce of a full one."""
+    groups = [
+        tuple(unit * unit_size + ranks[index] for unit in range(num_units) for index in group) for group in mesh.groups(axes)
+    ]
+    return groups_collective_s(hardware, "all_reduce", bucket_bytes, groups) / bucket_bytes + hardware.device.memory_s(2)
+
+
+class _Movements:
+    """The two directions of one step. ``before`` and ``after`` are the bytes of the largest piece."""
+
+    def __init__(
+        self, step: AdapterStep, mesh: Mesh, ranks: tuple[int, ...], hardware: Hardware, before: int, after: int
+    ) -> None:
+        self.step, self.mesh, self.ranks, self.hardware = step, mesh, ranks, hardware
+        self.before, self.after = before, after
+        self.num_ranks = mesh.axis_size(step.axis)
+
+    def forward_s(self) -> float:
+        match self.step.kind:
+            case "all_gather":
+                return self._gather(self.before, self.step.after)
+            case "narrow":
+                return self._copy(self.after)
+            case "reduce_scatter":
+                return self._scatter(self.after, self.step.before)
+            case "all_reduce":
+                return self._reduce(self.before)
+            case "keep_one":
+                return self._fill(self.before)
+            case "pad":
+                return self._fill(self.after) + self._copy(self.before)
+            case "all_to_all":
+                return self._exchange(self.before, self.after)
+        return 0.0  # grad_all_reduce, grad_keep_one: views
+
+    def backward_s(self) -> float:
+        match self.step.kind, self.step.backward:
+            case "all_gather", "reduce_scatter":
+                return self._scatter(self.before, self.step.after)
+            case "all_gather", _:
+                return self._copy(self.before)
+            case "narrow", "pad":
+                return self._fill(self.before) + self._copy(self.after)
+            case "narrow", _:
+                return self._gather(self.after, self.step.before)
+            case "reduce_scatter", _:
+                return self._gather(self.after, self.step.before)
+            case "all_reduce", "all_reduce":
+                return self._reduce(self.after)
+            case "grad_all_reduce", _:
+                return self._reduce(self.after)
+            case "keep_one", "keep_one":
+                return self._fill(self.before)
+            case "grad_keep_one", _:
+                return self._fill(self.before)
+            case "pad", _:
+                return self._copy(self.before)
+            case "all_to_all", _:
+                return self._exchange(self.after, self.before)
+        return 0.0
+
+    def _collective(self, kind: str, num_bytes: float) -> float:
+        return axis_collective_s(self.hardware, kind, num_bytes, self.mesh, self.step.axis, self.ranks)
+
+    def _gather(self, piece: int, whole: Layout) -> float:
+        """The pieces arrive end to end; unless they lie so in the result, they are joined once more."""
+        total = piece * self.num_ranks
+        joined = 0.0 if self._end_to_end(whole) else self._copy(total)
+        return self._collective("all_gather", total) + joined
+
+    def _scatter(self, piece: int, whole: Layout) -> float:
+        total = piece * self.num_ranks
+        staged = 0.0 if self._end_to_end(whole) else self._copy(total)
+        return self._collective("reduce_scatter", total) + staged
+
+    def _reduce(self, num_bytes: int) -> float:
+        return self._copy(num_bytes) + self._collective("all_reduce", num_bytes)
+
+    def _exchange(self, held: int, received: int) -> float:
+        return self._copy(held) + self._collective("all_to_all", held) + self._copy(received)
+
+    def _end_to_end(self, whole: Layout) -> bool:
+        """Whether pieces along the dim of the step lie one after the other in the whole, as large as each other."""
+        dim, cut = self.step.dim, self.step.cut
+        if dim is None or cut is None or len(cut.segments) > 1 or cut.outer != 1:
+            return False
+        shape = local_shape(whole, self.mesh)
+        even = isinstance(cut.segments[0], int) and cut.segments[0] % self.num_ranks == 0
+        return even and math.prod(shape[:dim]) == 1
+
+    def _copy(self, num_bytes: int) -> float:
+        return max(self.hardware.device.memory_s(2 * num_bytes), self.hardware.device.launch_s)
+
+    def _fill(self, num_bytes: int) -> float:
+        return max(self.hardware.device.memory_s(num_bytes), self.hardware.device.launch_s)

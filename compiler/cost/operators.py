@@ -1,0 +1,433 @@
+"""How long an operator takes on the rank that has the most to do, by a roofline over its local shapes.
+
+The time is that of the arithmetic or of the memory traffic, whichever is longer, and never less than one launch. What counts:
+
+- **products** (linear layers, matrix products, einsum, convolutions, attention, recurrent layers): ``2 m n k`` operations at the
+  rate the device reaches at that size. The backward is one product for each operand that needs a gradient; flash attention
+  computes its scores again, five products for the forward's two. A causal kernel skips half.
+- **lookups** move the rows they need, not the table; their gradients fill the table with zeros first.
+- **views** are free. The gradient of a slice fills what the slice left out with zeros, that of an expansion is summed.
+- **everything else** reads its operands and writes its results; the backward reads what came in and what was saved, and writes the
+  gradients. :data:`PASSES` lists operators that go over their data more often.
+
+Measured times of single calls replace these estimates where there are any (:class:`OperatorTimes`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardwright.compiler.cost.collectives import axis_collective_s
+from shardwright.compiler.cost.hardware import Device, Hardware
+from shardwright.compiler.cost.local import LocalCall, LocalTensor, local_call
+from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.ops.rule import OpRule, TensorRefs
+from shardwright.compiler.ops.strategy import Assignment, factor_axes
+from shardwright.runtime.layout import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class OpTime:
+    """Seconds of one forward and of its part of one backward."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+    def __add__(self, other: OpTime) -> OpTime:
+        return OpTime(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
+
+
+@dataclass(frozen=True)
+class OperatorTimes:
+    """Measured times by :func:`call_key`: operator, local shapes, dtypes and attributes."""
+
+    entries: Mapping[str, OpTime] = field(default_factory=dict)
+
+    def of(self, call: LocalCall) -> OpTime | None:
+        """The measured time of a call, if there is one."""
+        return self.entries.get(call_key(call)) if self.entries else None
+
+    def to_json(self) -> dict[str, list[float]]:
+        return {key: [time.forward_s, time.backward_s] for key, time in self.entries.items()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Sequence[float]]) -> OperatorTimes:
+        return cls({key: OpTime(*times) for key, times in data.items()})
+
+
+def call_key(call: LocalCall) -> str:
+    """What a measured time is known by: ``linear [[4, 8], "float32", true] [[16, 8], "float32", true]``."""
+    operands = (
+        json.dumps([list(x.shape), str(x.dtype).removeprefix("torch."), x.requires_grad]) for x in call.operands
+    )
+    attributes = [f"{name}={arg!r}" for name, arg in call.op.args if not _holds_values(arg) and not _is_size(arg)]
+    return " ".join([call.op.target, *operands, *attributes])
+
+
+def _holds_values(arg: Any) -> bool:
+    return isinstance(arg, IRValue) or (isinstance(arg, tuple) and any(map(_holds_values, arg)))
+
+
+def _is_size(arg: Any) -> bool:
+    """Sizes follow from the shapes; those of the whole tensor would tell apart calls that are alike on a rank."""
+    return isinstance(arg, tuple)
+
+
+VIEWS = frozenset(
+    ("view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "flatten", "unflatten", "t", "movedim")
+    + ("swapaxes", "detach", "alias", "view_as_real", "view_as_complex", "real", "positive", "resolve_conj", "resolve_neg")
+)
+"""Operators that move no data, nor do their gradients (a reshape of what does not lie in order does, once)."""
+
+SLICES = frozenset(("getitem", "narrow", "select", "diagonal", "unfold", "split", "chunk", "unbind", "tensor_split", "imag"))
+"""Views of parts: their gradients are put into zeros."""
+
+EXPANSIONS = frozenset(("expand", "broadcast_tensors", "meshgrid"))
+"""Views that repeat: their gradients are summed."""
+
+PASSES_ON = frozenset(("add", "sub", "clone", "contiguous", "to"))
+"""Their gradients are what came in, of an operand that was not broadcast."""
+
+PRODUCTS: Mapping[str, tuple[int, int]] = {
+    "linear": (0, 1),
+    "matmul": (0, 1),
+    "addmm": (1, 2),
+    "addmv": (1, 2),
+    "addr": (1, 2),
+    "baddbmm": (1, 2),
+    "addbmm": (1, 2),
+    "einsum": (0, 1),
+    "tensordot": (0, 1),
+    "outer": (0, 1),
+    "grouped_mm": (0, 1),
+}
+"""Where the two factors of a product stand among the operands."""
+
+CONVOLUTIONS = frozenset(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))
+
+ATTENTION = "scaled_dot_product_attention"
+
+LOOKUPS = frozenset(("embedding", "embedding_bag", "index_select", "gather", "take", "take_along_dim"))
+"""Operators that read rows of a table: where the table stands is ``_TABLE``."""
+
+_TABLE = {"embedding": 1, "embedding_bag": 1}
+
+RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"))
+
+PASSES: Mapping[str, tuple[float, float]] = {
+    "cross_entropy": (2.0, 4.0),  # log-softmax; the gradient of the picked entries is made of zeros
+    "nll_loss": (0.0, 1.0),
+    "dropout": (5.0, 3.0),  # draw, scale, multiply
+    "batch_norm": (3.0, 5.0),
+    "group_norm": (3.0, 5.0),
+    "instance_norm": (3.0, 5.0),
+    "rms_norm": (3.0, 6.0),
+    "softmax": (2.0, 3.0),
+    "log_softmax": (2.0, 3.0),
+    "logsumexp": (3.0, 4.0),
+    "cumsum": (2.0, 4.0),
+    "var": (2.0, 3.0),
+    "std": (2.0, 3.0),
+    "normalize": (4.0, 8.0),
+    "cosine_similarity": (6.0, 12.0),
+    "sort": (8.0, 3.0),
+    "topk": (4.0, 2.0),
+    "argsort": (8.0, 0.0),
+}
+"""How often forward and backward go over the largest tensor of the call, where reading and writing once is too little."""
+
+SPLIT_PASSES: Mapping[str, tuple[float, float]] = {
+    "cross_entropy": (8.0, 4.0),
+    "softmax": (8.0, 5.0),
+    "log_softmax": (8.0, 5.0),
+    "logsumexp": (5.0, 4.0),
+    "batch_norm": (9.0, 12.0),
+}
+"""The same for forms that communicate inside: they are made of several operators."""
+
+_MESSAGES: Mapping[str, tuple[float, float, float]] = {
+    # all-reduces of the forward and of the backward, and elements of each relative to the reduced shape
+    "cross_entropy": (2, 0, 1.5),
+    "nll_loss": (2, 0, 1.0),
+    "softmax": (2, 1, 1.0),
+    "log_softmax": (2, 1, 1.0),
+    "logsumexp": (2, 0, 1.0),
+    "batch_norm": (2, 1, 1.0),
+}
+
+
+def op_time(
+    op: IROp,
+    assignment: Assignment,
+    mesh: Mesh,
+    hardware: Hardware,
+    times: OperatorTimes | None = None,
+    *,
+    ranks: Sequence[int] | None = None,
+) -> OpTime:
+    """Seconds of one call of ``op`` on the slowest rank of ``mesh`` under the strategies of ``assignment``.
+
+    ``op`` is the call as traced, with global shapes. ``ranks``: the global ranks the mesh lies on, in its order, for operators
+    that communicate inside (default: the first ones).
+
+    Raises:
+        ConfigError: the hardware has no rate for the dtype of a product.
+    """
+    call = local_call(op, assignment, mesh)
+    known = times.of(call) if times is not None else None
+    found = known if known is not None else _roofline(call, hardware.device, _communicates(call, assignment, mesh))
+    return found + _messages(call, assignment, mesh, hardware, ranks)
+
+
+def optimizer_s(num_elements: float, element_bytes: float, state_bytes: float, hardware: Hardware) -> float:
+    """Seconds of an optimizer's step over so many local elements with ``state_bytes`` of state each: one that goes over
+    parameter and state twice (read, write) and over the gradient once, in torch's unfused form :data:`UNFUSED` times that.
+    """
+    return hardware.device.memory_s(UNFUSED * num_elements * (3 * element_bytes + 2 * state_bytes))
+
+
+UNFUSED = 2.5
+"""How much more than a fused one torch's optimizers move, which run one operator after the other."""
+
+
+# ------------------------------------------------------------------------------------------------ the roofline
+
+
+def _roofline(call: LocalCall, device: Device, communicates: bool) -> OpTime:
+    target = call.op.target
+    if target in VIEWS:
+        return OpTime()
+    wanted = call.differentiated
+    if target in SLICES or target in EXPANSIONS:
+        return OpTime(0.0, _at_least(device.memory_s(_view_gradient_bytes(call, wanted)), device, bool(wanted)))
+    forward_bytes, backward_bytes = _traffic(call, wanted, communicates)
+    forward_flops_s, backward_flops_s = _arithmetic(call, wanted, device)
+    forward = max(forward_flops_s, device.memory_s(forward_bytes), device.launch_s)
+    backward = max(backward_flops_s, device.memory_s(backward_bytes))
+    return OpTime(forward, _at_least(backward, device, bool(wanted) and backward_bytes > 0))
+
+
+def _at_least(seconds: float, device: Device, runs: bool) -> float:
+    return max(seconds, device.launch_s) if runs else 0.0
+
+
+def _bytes(tensors: Sequence[LocalTensor]) -> int:
+    return sum(tensor.num_bytes for tensor in tensors)
+
+
+def _view_gradient_bytes(call: LocalCall, wanted: Sequence[int]) -> float:
+    return _bytes(call.results) + _bytes([call.operands[i] for i in wanted]) if wanted else 0.0
+
+
+def _traffic(call: LocalCall, wanted: Sequence[int], communicates: bool) -> tuple[float, float]:
+    """Bytes read and written, forward and backward."""
+    target, operands, results = call.op.target, call.operands, call.results
+    made = _bytes(results)
+    if target in LOOKUPS and len(operands) > 1:
+        table = _TABLE.get(target, 0)
+        index = _bytes([x for i, x in enumerate(operands) if i != table])
+        return index + 2 * made, index + 3 * made + operands[table].num_bytes if wanted else 0.0
+    gradients = _bytes([operands[i] for i in wanted])
+    passes = (SPLIT_PASSES if communicates else PASSES).get(target)
+    if passes is not None:
+        largest = max((tensor.num_bytes for tensor in (*operands, *results)), default=0)
+        return passes[0] * largest + made * (passes[0] == 0), passes[1] * largest * bool(wanted)
+    forward = _bytes(operands) + made
+    if call.op.autocast is not None and target in PRODUCTS:
+        forward += 2 * sum(x.num_elements for x in operands) * call.op.autocast.itemsize  # casts of the operands
+    if not wanted:
+        return forward, 0.0
+    if target in PRODUCTS or target in CONVOLUTIONS or target == ATTENTION:
+        return forward, len(wanted) * made + _bytes(operands) + gradients
+    if target in PASSES_ON:
+        broadcast = [operands[i] for i in wanted if operands[i].num_elements != results[0].num_elements]
+        cast = gradients + made if target == "to" else 0
+        return forward, sum(made + x.num_bytes for x in broadcast) + cast
+    return forward, made + _bytes([operands[i] for i in _read_again(call, wanted)]) + gradients
+
+
+def _read_again(call: LocalCall, wanted: Sequence[int]) -> Sequence[int]:
+    """The operands a backward reads: none of those in which the call is linear together."""
+    rule = call.op.rule
+    assert rule is not None
+    joint = next((found for found in rule.linear_sets if found >= set(wanted)), None)
+    return [i for i in range(len(call.operands)) if joint is None or i not in joint]
+
+
+# ------------------------------------------------------------------------------------------------ arithmetic
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """``batch`` products ``[m, k] x [k, n]``."""
+
+    m: float
+    n: float
+    k: float
+    batch: float = 1.0
+
+    def seconds(self, device: Device, dtype: str) -> float:
+        return device.matmul_s(self.m, self.n, self.k, dtype, self.batch)
+
+    def gradient_s(self, device: Device, dtype: str, *, left: bool) -> float:
+        """Of the gradient of one factor: ``[m, n] x [n, k]`` or ``[k, m] x [m, n]``."""
+        if left:
+            return device.matmul_s(self.m, self.k, self.n, dtype, self.batch)
+        return device.matmul_s(self.k, self.n, self.m, dtype, self.batch)
+
+
+def _arithmetic(call: LocalCall, wanted: Sequence[int], device: Device) -> tuple[float, float]:
+    """Seconds of the products of forward and backward."""
+    target = call.op.target
+    dtype = _compute_dtype(call)
+    if dtype is None:
+        return 0.0, 0.0
+    if target == ATTENTION:
+        forward = sum(product.seconds(device, dtype) for product in _attention_products(call))
+        return forward, 2.5 * forward if wanted else 0.0
+    if target in RECURRENT:
+        forward = sum(product.seconds(device, dtype) for product in _recurrent_products(call))
+        return forward, 2 * forward if wanted else 0.0
+    if target in CONVOLUTIONS:
+        product, factors = _convolution(call), (0, 1)
+    elif target in PRODUCTS and len(call.operands) > PRODUCTS[target][1]:
+        factors = PRODUCTS[target]
+        product = _matrix_product(call, *factors)
+    else:
+        found = _contraction(call)
+        if found is None:
+            return 0.0, 0.0
+        product, factors = found
+    left, right = (index in wanted for index in factors)
+    backward = product.gradient_s(device, dtype, left=True) if left else 0.0
+    backward += product.gradient_s(device, dtype, left=False) if right else 0.0
+    return product.seconds(device, dtype), backward
+
+
+def _compute_dtype(call: LocalCall) -> str | None:
+    """The name of the dtype products are computed in; ``None`` where there is no rate for it, as for integers."""
+    dtype = call.op.autocast or (call.results[0].dtype if call.results else None)
+    if dtype is None or not dtype.is_floating_point:
+        dtype = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype) if dtype is not None else None
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _matrix_product(call: LocalCall, left: int, right: int) -> _Product:
+    """By the factors of the rule: those of both operands and the result are a batch, those of both operands alone summed."""
+    rule = call.op.rule
+    assert rule is not None
+    a, b, c = (_factors(refs) for refs in (rule.operands[left], rule.operands[right], rule.results[0]))
+
+    def size(names: set[str]) -> float:
+        return math.prod(call.factors[name] for name in names)
+
+    return _Product(size((a & c) - b), size((b & c) - a), size((a & b) - c), size(a & b & c))
+
+
+def _contraction(call: LocalCall) -> tuple[_Product, tuple[int, int]] | None:
+    """An operator of one's own whose annotation sums over a factor of two operands is a product of these."""
+    rule = call.op.rule
+    assert rule is not None
+    if "." not in call.op.target or len(rule.results) != 1:
+        return None
+    kept = _factors(rule.results[0])
+    for i in range(len(rule.operands)):
+        for j in range(i + 1, len(rule.operands)):
+            a, b = _factors(rule.operands[i]), _factors(rule.operands[j])
+            if (a & b) - kept and (a & kept) - b and (b & kept) - a:
+                return _matrix_product(call, i, j), (i, j)
+    return None
+
+
+def _factors(refs: TensorRefs) -> set[str]:
+    return {ref.factor for dim in refs for ref in dim}
+
+
+def _convolution(call: LocalCall) -> _Product:
+    """As the product of unfolded blocks with the weight, one for each group of channels."""
+    x, weight = call.operands[:2]
+    transposed = "transpose" in call.op.target
+    groups = max(1, round(_channels(x, weight) / max(1, weight.shape[0 if transposed else 1])))
+    kernel = math.prod(weight.shape[2:])
+    if transposed:
+        places = x.num_elements / max(1, _channels(x, weight))
+        return _Product(places, weight.shape[1] * kernel, weight.shape[0] / groups, groups)
+    places = call.results[0].num_elements / max(1, weight.shape[0])
+    return _Product(places, weight.shape[0] / groups, weight.shape[1] * kernel, groups)
+
+
+def _channels(x: LocalTensor, weight: LocalTensor) -> int:
+    return x.shape[len(x.shape) - (len(weight.shape) - 1)]
+
+
+def _attention_products(call: LocalCall) -> tuple[_Product, _Product]:
+    """Scores and mixed values; a causal kernel skips what is masked."""
+    query, key, value = call.operands[:3]
+    batch = math.prod(query.shape[:-2]) * (0.5 if call.op.arg("is_causal", False) else 1.0)
+    q, k = query.shape[-2], key.shape[-2]
+    return _Product(q, k, query.shape[-1], batch), _Product(q, value.shape[-1], k, batch)
+
+
+def _recurrent_products(call: LocalCall) -> list[_Product]:
+    """Every weight matrix multiplies every step of every sequence."""
+    x = call.operands[0]
+    steps = x.num_elements / max(1, x.shape[-1])
+    weights = [w for w in call.operands[1:] if len(w.shape) == 2 and w.requires_grad]
+    return [_Product(steps, w.shape[0], w.shape[1]) for w in weights]
+
+
+# ------------------------------------------------------------------------------------------------ communication inside
+
+
+def _communicates(call: LocalCall, assignment: Assignment, mesh: Mesh) -> bool:
+    return bool(_inner_axes(call.op.rule, assignment, mesh))
+
+
+def _inner_axes(rule: OpRule | None, assignment: Assignment, mesh: Mesh) -> tuple[str, ...]:
+    """The axes over which the parallel form of the call reduces something."""
+    if rule is None or rule.parallel is None or not rule.parallel.keywords:
+        return ()
+    cut = factor_axes(assignment, mesh)
+    found = [axis for factor in rule.parallel.keywords for axis in cut.get(factor, ()) if mesh.axis_size(axis) > 1]
+    return tuple(found)
+
+
+def _messages(
+    call: LocalCall, assignment: Assignment, mesh: Mesh, hardware: Hardware, ranks: Sequence[int] | None
+) -> OpTime:
+    """What the parallel form of the call communicates."""
+    target = call.op.target
+    axes = _inner_axes(call.op.rule, assignment, mesh) if target in _MESSAGES else ()
+    if not axes:
+        return OpTime()
+    on = tuple(range(mesh.size)) if ranks is None else tuple(ranks)
+    forwards, backwards, share = _MESSAGES[target]
+    total = OpTime()
+    for axis in axes:
+        num_bytes = share * _reduced_elements(call, axis, assignment) * max(4, call.operands[0].dtype.itemsize)
+        seconds = axis_collective_s(hardware, "all_reduce", num_bytes, mesh, axis, on)
+        total += OpTime(forwards * seconds, backwards * seconds if call.differentiated else 0.0)
+    return total
+
+
+def _reduced_elements(call: LocalCall, axis: str, assignment: Assignment) -> float:
+    """The elements of the first operand without its split factor; of a loss without its rows, a single one."""
+    rule = call.op.rule
+    assert rule is not None
+    factor = assignment[axis].removeprefix("split:")
+    if call.op.target in ("cross_entropy", "nll_loss") and factor in _factors(rule.operands[1]):
+        return 1.0
+    if call.op.target == "batch_norm":
+        return float(call.operands[0].shape[1])
+    return call.operands[0].num_elements / max(1, call.factors[factor])

@@ -4,11 +4,11 @@ Every algorithm is a line ``latency + bytes * seconds per byte``; the cheapest c
 too. With ``p`` devices on one tier of latency ``a`` and ``B`` bytes/s the lines are those of textbooks (Thakur et al. 2005,
 "Optimization of collective communication operations in MPICH"):
 
-    all_reduce      ring 2(p-1) a + 2(p-1)/p n/B      double tree 2 ceil(log2 p) a + 2 n/B   (NCCL 2.4)
-    reduce_scatter  ring (p-1) a + (p-1)/p n/B        halving ceil(log2 p) a + (p-1)/p n/B   (all_gather: doubling)
-    all_to_all      pairwise (p-1) a + (p-1)/p n/B
-    broadcast       chain (p-1) a + n/B               tree ceil(log2 p) (a + n/B)
-    send            a + n/B
+    reduce_scatter, all_gather   ring (p-1) a + (p-1)/p n/B      double tree ceil(log2 p) a + n/B
+    all_reduce                   twice that: a ring or tree in each direction
+    all_to_all                   pairwise (p-1) a + (p-1)/p n/B
+    broadcast                    chain (p-1) a + n/B             binary tree ceil(log2 p) (a + n/B)
+    send                         a + n/B
 
 A group that spans tiers:
 
@@ -204,12 +204,11 @@ def _lines(kind: str, levels: tuple[_Level, ...]) -> tuple[Line, ...]:
     around = sum(level.hops * level.link.latency_s for level in levels) - min(level.link.latency_s for level in levels)
     deep = sum(math.ceil(math.log2(level.fanout)) * level.link.latency_s for level in levels)
     per_byte = 1 / min(level.ring_rate for level in levels)
-    halving, by_tier = _by_tier(levels, halving=True), _by_tier(levels, halving=False)
-    if kind in ("reduce_scatter", "all_gather"):
-        return (around, share * per_byte), (deep, share * per_byte), by_tier, halving
-    if kind == "all_reduce":
-        double = tuple((2 * latency, 2 * seconds) for latency, seconds in (by_tier, halving))
-        return (2 * around, 2 * share * per_byte), (2 * deep, 2 * per_byte), *double
+    if kind in ("reduce_scatter", "all_gather", "all_reduce"):
+        flat = (around, share * per_byte), (deep, per_byte)
+        passes = 2 if kind == "all_reduce" else 1
+        halves = *flat, _by_tier(levels, tree=False), _by_tier(levels, tree=True)
+        return tuple((passes * latency, passes * seconds) for latency, seconds in halves)
     if kind == "all_to_all":
         pairwise = sum(level.peers * level.link.latency_s for level in levels)
         busiest = max(level.peers / num_ranks / level.rate for level in levels)
@@ -220,13 +219,14 @@ def _lines(kind: str, levels: tuple[_Level, ...]) -> tuple[Line, ...]:
     return ((levels[0].link.latency_s, 1 / levels[0].rate),)
 
 
-def _by_tier(levels: tuple[_Level, ...], *, halving: bool) -> Line:
+def _by_tier(levels: tuple[_Level, ...], *, tree: bool) -> Line:
     """Reduce-scatter one tier after the other: each works on the piece that the tiers inside it left."""
     latency = per_byte = 0.0
     for level in levels:
-        steps = math.ceil(math.log2(level.fanout)) if halving else level.fanout - 1
+        steps = math.ceil(math.log2(level.fanout)) if tree else level.fanout - 1
+        share = 1.0 if tree else (level.fanout - 1) / level.fanout
         latency += steps * level.link.latency_s
-        per_byte += (level.fanout - 1) / level.fanout / level.members / level.rate
+        per_byte += share / level.members / level.rate
     return latency, per_byte
 
 

@@ -230,7 +230,7 @@ def load_hardware(name_or_path: str, num_devices: int | None = None) -> Hardware
             raise ConfigError(
                 f"there is no hardware {name_or_path!r}",
                 why=f"the presets are {', '.join(preset_names())}",
-                hint=f"{did_you_mean(name_or_path, preset_names())} A file's name ends in .json",
+                hint=f"{did_you_mean(name_or_path, preset_names())} The name of a file ends in .json",
             )
         text, where = (_presets() / f"{name_or_path}.json").read_text(encoding="utf-8"), f"preset {name_or_path}"
     else:
@@ -238,7 +238,7 @@ def load_hardware(name_or_path: str, num_devices: int | None = None) -> Hardware
         try:
             text = Path(name_or_path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            hint = f"shardwright calibrate --out {name_or_path} makes one, or take a preset: {', '.join(preset_names())}"
+            hint = f"shardwright calibrate --out {name_or_path} makes one; the presets are {', '.join(preset_names())}"
             raise ConfigError(f"cannot read the hardware file {name_or_path}", why=str(error), hint=hint) from error
     try:
         data = json.loads(text)

@@ -1,0 +1,274 @@
+"""Hardware files: presets, the JSON form, and what is said about bad files."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwright.compiler.cost.efficiency import EfficiencyTable
+from shardwright.compiler.cost.hardware import Device, Hardware, Link, Tier, load_hardware, preset_names
+from shardwright.runtime.errors import ConfigError
+
+PRESETS = ("a100-40gb", "a100-80gb", "cpu", "gb200-nvl72", "h100", "h200", "mi300x")
+
+SMALL: dict[str, Any] = {
+    "format": 1,
+    "name": "small",
+    "num_devices": 4,
+    "device": {
+        "name": "d",
+        "memory_bytes": 16e9,
+        "flops_per_s": {"float32": 1e12},
+        "bytes_per_s": 1e11,
+        "launch_s": 0,
+        "matmul_efficiency": 0.5,
+    },
+    "tiers": [
+        {"name": "node", "sizes": [2, 1, 1], "latency_s": 1e-6, "bytes_per_s": 1e10},
+        {
+            "name": "net",
+            "sizes": "all",
+            "latency_s": 1e-5,
+            "bytes_per_s": 1e9,
+            "kinds": {"send": {"latency_s": 0, "bytes_per_s": 2e9}},
+        },
+    ],
+}
+
+
+def small(change: Callable[[Any], object] = lambda data: None) -> dict[str, Any]:
+    data = copy.deepcopy(SMALL)
+    change(data)
+    return data
+
+
+def test_the_presets() -> None:
+    assert preset_names() == PRESETS
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_a_source_for_every_number_and_its_own_name(name: str) -> None:
+    hardware = load_hardware(name)
+    assert hardware.name == name
+    for field in ("memory_bytes", "flops_per_s", "bytes_per_s", "launch_s", "matmul_efficiency"):
+        assert hardware.sources[f"device.{field}"]
+    for tier in hardware.to_json()["tiers"]:
+        for field in tier.keys() - {"name"}:
+            assert hardware.sources[f"tiers.{tier['name']}.{field}"]
+    assert {"float64", "float32", "bfloat16", "float16"} <= hardware.device.flops_per_s.keys()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_is_written_is_read_back(name: str) -> None:
+    for num_devices in (1, 20, 4096):
+        hardware = load_hardware(name, num_devices)
+        assert hardware.num_devices == num_devices
+        assert Hardware.from_json(json.loads(hardware.dumps())) == hardware
+
+
+def test_everything_a_file_can_say_is_read_back(tmp_path: Path) -> None:
+    hardware = Hardware(
+        name="own",
+        device=Device(
+            "d", 10**9, {"float32": 1e12}, 1e11, 0.0, {"float32": EfficiencyTable((1, 8), (4,), (2, 3), (0.1, 0.2, 0.3, 0.4))}
+        ),
+        tiers=(
+            Tier("node", (3, 1, 2), 1e-6, 1e10, kinds={"all_to_all": Link(0.0, 5.0)}, fabric_bytes_per_s=3.0),
+            Tier("net", (6,), 1e-5, 1e9, uplink_bytes_per_s=7e8),
+        ),
+        residuals={"all_reduce": 0.0},
+        sources={"device": "hand"},
+        measurements={"points": [[1, 2.5]]},
+    )
+    path = tmp_path / "own.json"
+    path.write_text(hardware.dumps())
+    assert load_hardware(str(path)) == hardware
+
+
+def test_the_digest_covers_what_decides_costs() -> None:
+    one, other = load_hardware("a100-80gb"), load_hardware("a100-80gb", 16)
+    assert one.digest() == load_hardware("a100-80gb", 8).digest() != other.digest()
+    assert hash(one) == hash(load_hardware("a100-80gb"))
+    data = one.to_json()
+    assert Hardware.from_json({**data, "name": "mine", "sources": {}}).digest() == one.digest()
+    data["tiers"][0]["latency_s"] *= 2
+    assert Hardware.from_json(data).digest() != one.digest()
+
+
+def test_nodes_are_whole_or_partial() -> None:
+    assert load_hardware("a100-80gb", 20).tiers[0].sizes == (8, 8, 4)
+    assert load_hardware("a100-80gb", 3).tiers[0].sizes == (3,)
+    assert load_hardware("a100-80gb", 20).tiers[1].sizes == (20,)
+    uneven = Hardware.from_json(SMALL, 3)
+    assert [tier.sizes for tier in uneven.tiers] == [(2, 1), (3,)]
+
+
+def test_which_tier_joins_two_devices() -> None:
+    hardware = load_hardware("h100", 20)
+    assert [hardware.tier_between(0, other) for other in (0, 7, 8, 19)] == [0, 0, 1, 1]
+    assert hardware.tier_between(17, 19) == 0
+
+
+def test_products_take_the_efficiency_of_their_size() -> None:
+    table = EfficiencyTable((16, 64), (16, 64), (16, 64), (0.1, 0.2, 0.2, 0.4, 0.2, 0.4, 0.4, 0.8))
+    device = Device("d", 1, {"float32": 1e9, "float64": 5e8}, 1.0, 0.0, {"float32": table})
+    assert table.at(16, 64, 16) == pytest.approx(0.2)
+    assert table.at(32, 32, 32) == pytest.approx(0.1 * 2**1.5)  # halfway in log space along each dim, each a factor of sqrt 2
+    assert device.matmul_s(64, 64, 64, "float32") == pytest.approx(2 * 64**3 / 0.8e9)
+    assert device.matmul_s(16, 64, 64, "float32", batch=4) == device.matmul_s(64, 64, 64, "float32")
+    assert device.matmul_s(0, 64, 64, "float32") == 0.0
+    # Outside the grid the edge counts, and is no measurement.
+    assert table.at(4, 1000, 64) == table.at(16, 64, 64)
+    assert device.measured(16, 16, 64, "float32") and device.measured(4, 20, 64, "float32", batch=4)
+    assert not device.measured(4, 20, 64, "float32") and not device.measured(16, 16, 65, "float32")
+    assert device.matmul_s(64, 64, 64, "float64") == pytest.approx(2 * 64**3 / 5e8)
+    assert not device.measured(16, 16, 16, "float64") and not load_hardware("h100").device.measured(64, 64, 64, "bfloat16")
+
+
+def test_a_dtype_without_a_rate_is_refused() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_hardware("cpu").device.matmul_s(1, 1, 1, "int8")
+    assert str(error.value) == (
+        "device 'one core of a laptop CPU' has no rate for products in int8\n"
+        "  why:   its flops_per_s has float64, float32, bfloat16, float16\n"
+        "  try:   add 'int8' to flops_per_s in the hardware file"
+    )
+
+
+def test_an_unknown_preset() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_hardware("a100-80g")
+    assert str(error.value) == (
+        "there is no hardware 'a100-80g'\n"
+        "  why:   the presets are a100-40gb, a100-80gb, cpu, gb200-nvl72, h100, h200, mi300x\n"
+        "  try:   did you mean 'a100-80gb'? The name of a file ends in .json"
+    )
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "none.json"
+    with pytest.raises(ConfigError) as error:
+        load_hardware(str(path))
+    assert str(error.value) == (
+        f"cannot read the hardware file {path}\n"
+        f"  why:   [Errno 2] No such file or directory: '{path}'\n"
+        f"  try:   shardwright calibrate --out {path} makes one; the presets are {', '.join(PRESETS)}"
+    )
+    path.write_text('{"format": 1,\n oops')
+    with pytest.raises(ConfigError) as error:
+        load_hardware(str(path))
+    assert str(error.value) == (
+        f"a hardware file that is not JSON\n  where: {path}, line 2\n  why:   Expecting property name enclosed in double quotes"
+    )
+
+
+def _error(data: object, num_devices: int | None = None) -> str:
+    with pytest.raises(ConfigError) as error:
+        Hardware.from_json(data, num_devices, where="own.json")
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda d: d.update(format=2),
+            "format is 1 in this version\n  where: own.json\n  why:   it is 2",
+        ),
+        (
+            lambda d: d["device"].update(launch=d["device"].pop("launch_s")),
+            "device.launch_s is missing\n  where: own.json\n"
+            "  why:   it has name, memory_bytes, flops_per_s, bytes_per_s, matmul_efficiency, launch\n"
+            "  try:   rename 'launch'",
+        ),
+        (
+            lambda d: d["tiers"][1].update(latency=3),
+            "tiers[1].latency is not a key of a hardware file\n  where: own.json\n  try:   did you mean 'latency_s'?",
+        ),
+        (
+            lambda d: d["device"]["flops_per_s"].update(float32="fast"),
+            "device.flops_per_s.float32 is a positive number\n  where: own.json\n  why:   it is 'fast'",
+        ),
+        (
+            lambda d: d["device"].update(bytes_per_s=0),
+            "device.bytes_per_s is a positive number\n  where: own.json\n  why:   it is 0",
+        ),
+        (
+            lambda d: d["tiers"][0].update(latency_s=-1),
+            "tiers[0].latency_s is a number of at least 0\n  where: own.json\n  why:   it is -1",
+        ),
+        (
+            lambda d: d["tiers"][0].update(sizes=1.5),
+            "tiers[0].sizes is a whole number\n  where: own.json\n  why:   it is 1.5",
+        ),
+        (
+            lambda d: d["tiers"][0].update(sizes=[2, True]),
+            "tiers[0].sizes is a list of whole numbers of at least 1\n  where: own.json\n  why:   it is [2, True]",
+        ),
+        (
+            lambda d: d["tiers"][1]["kinds"].update(allreduce=d["tiers"][1]["kinds"].pop("send")),
+            "tiers[1].kinds.allreduce is no collective: did you mean 'all_reduce'?\n  where: own.json\n"
+            "  why:   it is {'latency_s': 0, 'bytes_per_s': 2000000000.0}",
+        ),
+        (
+            lambda d: d.update(device=[]),
+            "device is a JSON object with names and values\n  where: own.json\n  why:   it is []",
+        ),
+        (
+            lambda d: d.update(tiers={}),
+            "tiers is a list of objects\n  where: own.json\n  why:   it is {}",
+        ),
+        (
+            lambda d: d["device"].update(matmul_efficiency={"float16": {}}),
+            "device.matmul_efficiency.float16 has no peak in flops_per_s\n  where: own.json\n  why:   it is {}",
+        ),
+        (
+            lambda d: d["device"].update(matmul_efficiency={"float32": {"m": [1, 2], "n": [1], "k": [1], "fractions": [1]}}),
+            "device.matmul_efficiency.float32.fractions has 2 numbers, one per (m, n, k); k varies fastest\n"
+            "  where: own.json\n  why:   it is [1]",
+        ),
+        (
+            lambda d: d["device"].update(matmul_efficiency={"float32": {"m": [2, 1], "n": [1], "k": [1], "fractions": [1, 1]}}),
+            "device.matmul_efficiency.float32.m is a list of ascending sizes\n  where: own.json\n  why:   it is [2, 1]",
+        ),
+    ],
+)
+def test_bad_values_are_named_by_their_path(change: Callable[[Any], object], text: str) -> None:
+    assert _error(small(change)) == text
+
+
+def test_a_file_that_is_no_object() -> None:
+    assert _error([1]) == "the file is a JSON object with names and values\n  where: own.json\n  why:   it is [1]"
+
+
+def test_more_devices_than_a_file_connects() -> None:
+    assert _error(SMALL, 5) == (
+        "tiers[0].sizes has 4 devices; nothing says how 5 are connected\n  where: own.json\n  why:   it is [2, 1, 1]"
+    )
+    assert _error(small(lambda d: d["tiers"].pop()), 4) == (
+        "the devices of hardware 'small' are not connected\n"
+        "  why:   its outermost tier, node, has 3 groups for 4 devices\n"
+        "  try:   ask for fewer devices, or add a tier with sizes 'all' that joins the groups"
+    )
+    assert _error(SMALL, 0) == "num_devices is at least 1, not 0\n  where: own.json"
+
+
+def test_tiers_that_do_not_nest() -> None:
+    assert _error(
+        small(
+            lambda d: d["tiers"][0].update(sizes=[1, 3]) or d["tiers"].insert(1, {**d["tiers"][0], "name": "row", "sizes": 2})
+        )
+    ) == (
+        "tier 'row' of hardware 'small' cuts through a group of tier 'node'\n"
+        "  why:   a group of row ends after device 1, none of node does\n"
+        "  try:   a group of a tier is a run of whole groups of the tier before it in the list"
+    )
+    assert (
+        _error(small(lambda d: d.update(tiers=[])))
+        == "hardware 'small' has no tiers\n  try:   one device alone has one tier of size 1"
+    )

@@ -1,4 +1,5 @@
-"""The commands: ``compile``, ``verify``, ``inspect``, ``accept``, and those of :mod:`shardwright.runtime.cli`.
+"""The commands: ``compile``, ``verify``, ``inspect``, ``accept``, and those of :mod:`shardwright.compiler.cli_plans` and
+:mod:`shardwright.runtime.cli`.
 
 Exit codes: 0 done; 1 an error, printed in words (``--debug``: with its traceback), or a plan that ``verify`` finds to differ
 from one device; 2 a command line that does not parse.
@@ -7,7 +8,6 @@ from one device; 2 a command line that does not parse.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -16,10 +16,12 @@ from rich.console import Console
 from rich.text import Text
 
 import shardwright
+from shardwright.compiler import cli_plans
 from shardwright.compiler.cache import generated_directory, read_plan
+from shardwright.compiler.cli_plans import make_console
 from shardwright.compiler.cli_targets import load_model, load_target, read_settings
 from shardwright.compiler.generate import Generated, Order, generate
-from shardwright.compiler.plan_tables import show_directory
+from shardwright.compiler.report.plan_tables import show_directory
 from shardwright.compiler.verification.verify import verify
 from shardwright.policies.policy import Policy
 from shardwright.policies.registry import find_policy, policy_names
@@ -27,9 +29,6 @@ from shardwright.runtime import cli as runtime_cli
 from shardwright.runtime.config import ComputeConfig, ReuseType
 from shardwright.runtime.errors import ConfigError, ShardwrightError, did_you_mean, format_error
 from shardwright.runtime.manifest import Manifest, accept
-
-PIPE_WIDTH = 160
-"""Columns of output that goes to no terminal."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     versions = f"shardwright {shardwright.__version__} (torch {torch.__version__})"
     parser.add_argument("--version", action="version", version=versions)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, (add_arguments, run, text) in {**_COMMANDS, **runtime_cli.COMMANDS}.items():
+    for name, (add_arguments, run, text) in {**_COMMANDS, **cli_plans.COMMANDS, **runtime_cli.COMMANDS}.items():
         command = commands.add_parser(
             name,
             help=text.splitlines()[0].rstrip("."),
@@ -145,7 +144,7 @@ def _verify(options: argparse.Namespace) -> int:
     source, dummy_args = load_model(options.target, options.args)
     policy, config = _plan(options)
     report = verify(source.make(), dummy_args, policy.name if policy.built_in else policy.apply, config, steps=options.steps)
-    _console().print(str(report), soft_wrap=True)
+    make_console().print(str(report), soft_wrap=True)
     return 0 if report.ok else 1
 
 
@@ -192,7 +191,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def _report(generated: Generated, order: Order) -> None:
-    console = _console()
+    console = make_console()
     done = {"code": "compiled", "weights": "found; new initial weights written for", "nothing": "found, nothing changed:"}
     ranks = f"{order.config.plan_ngpus} rank{'s' if order.config.plan_ngpus > 1 else ''}"
     manifest, directory = generated.manifest, generated.directory
@@ -207,13 +206,13 @@ def _report(generated: Generated, order: Order) -> None:
 
 def _inspect(options: argparse.Namespace) -> int:
     manifest, plan = Manifest.read(options.directory), read_plan(options.directory)
-    show_directory(_console(), options.directory, manifest, plan, every_layer=options.every_layer)
+    show_directory(make_console(), options.directory, manifest, plan, every_layer=options.every_layer)
     return 0
 
 
 def _accept(options: argparse.Namespace) -> int:
     changed = accept(options.directory)
-    _console().print(f"accepted {', '.join(changed)}" if changed else "nothing to accept: no file was edited", soft_wrap=True)
+    make_console().print(f"accepted {', '.join(changed)}" if changed else "nothing to accept: no file was edited", soft_wrap=True)
     return 0
 
 
@@ -255,11 +254,6 @@ A file that was edited is not loaded, as nobody may have meant it. This makes th
     ),
 }
 """Name to what adds its arguments, what runs it, and its help."""
-
-
-def _console() -> Console:
-    # Layouts are full of brackets: no markup.
-    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 def _print_error(text: str) -> None:

@@ -44,12 +44,12 @@ def header(directory: Path, manifest: Manifest, plan: Plan) -> RenderableType:
 
 def tensor_table(manifest: Manifest, *, every_layer: bool) -> Table:
     """Parameters, buffers and constants with their stored layouts."""
-    table = _table("Tensors", "name", "kind", "dtype", "layout")
+    table = new_table("Tensors", "name", "kind", "dtype", "layout")
     rows = (
         (tensor.name, tensor.kind, str(tensor.dtype).removeprefix("torch."), str(tensor.layout))
         for tensor in manifest.tensors.values()
     )
-    _fill(table, rows, every_layer=every_layer)
+    fill_table(table, rows, every_layer=every_layer)
     return table
 
 
@@ -58,9 +58,9 @@ def strategy_table(plan: Plan, *, every_layer: bool) -> RenderableType:
     if not plan.strategies:
         return Text("Every operator is computed on every rank.")
     axes = plan.mesh.names
-    table = _table("Operators", "name", *axes)
+    table = new_table("Operators", "name", *axes)
     rows = ((op, *(in_words(plan, op, axis) for axis in axes)) for op in plan.strategies)
-    _fill(table, rows, every_layer=every_layer)
+    fill_table(table, rows, every_layer=every_layer)
     legend = "Operators not listed are computed whole on every rank, as '-' is."
     return Group(table, Text(legend))
 
@@ -85,14 +85,14 @@ def notes(found: Iterable[Note], *, every_layer: bool) -> Text:
     return text
 
 
-def _table(title: str, *columns: str) -> Table:
+def new_table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", title_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
 
 
-def _fill(table: Table, rows: Iterable[Row], *, every_layer: bool) -> None:
+def fill_table(table: Table, rows: Iterable[Row], *, every_layer: bool) -> None:
     for row, count in _counted(rows, every_layer=every_layer).items():
         table.add_row(row[0] + _times(count), *row[1:])
 

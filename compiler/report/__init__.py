@@ -1,0 +1,1 @@
+"""Plans and their costs for people: differences, explanations, reports."""

@@ -1,0 +1,114 @@
+"""What differs between two plans, in the words of the model: for a person who compares them, or edits one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.report.plan_tables import fill_table, in_words, new_table
+from shardwright.runtime.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that differs: ``name`` is the operator, tensor or setting; ``before`` and ``after`` are in words."""
+
+    name: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class PlanDiff:
+    """From one plan to another. ``settings``: mesh, policy, schedule and the like; ``operators``: what each does along each
+    axis; ``tensors``: stored layouts, inputs and outputs. What one plan leaves to the default is ``-``.
+    """
+
+    settings: tuple[Change, ...]
+    operators: tuple[Change, ...]
+    tensors: tuple[Change, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.settings or self.operators or self.tensors)
+
+    def to_json(self) -> dict[str, Any]:
+        parts = {"settings": self.settings, "operators": self.operators, "tensors": self.tensors}
+        return {kind: [{"name": c.name, "before": c.before, "after": c.after} for c in found] for kind, found in parts.items()}
+
+
+def diff(before: Plan, after: Plan) -> PlanDiff:
+    """What differs between two plans of one model."""
+    return PlanDiff(
+        _changes(_settings(before), _settings(after)),
+        _changes(_operators(before), _operators(after)),
+        _changes(_tensors(before), _tensors(after)),
+    )
+
+
+def show_diff(found: PlanDiff, *, every_layer: bool = False) -> RenderableType:
+    """The difference as tables. Alike layers share a row, unless ``every_layer``."""
+    if not found:
+        return Text("The plans are the same.")
+    parts: list[Table] = []
+    for title, changes in (("Settings", found.settings), ("Operators", found.operators), ("Tensors", found.tensors)):
+        if changes:
+            part = new_table(title, "name", "before", "after")
+            fill_table(part, ((c.name, c.before, c.after) for c in changes), every_layer=every_layer or title == "Settings")
+            parts.append(part)
+    return Group(*parts)
+
+
+def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Change, ...]:
+    names = dict.fromkeys([*before, *after])
+    pairs = ((name, before.get(name, "-"), after.get(name, "-")) for name in names)
+    return tuple(Change(name, old, new) for name, old, new in pairs if old != new)
+
+
+def _settings(plan: Plan) -> dict[str, str]:
+    settings = {"policy": plan.policy, "mesh": str(plan.mesh)}
+    if plan.stages:
+        settings["stages"] = str(len(plan.stages))
+        settings["schedule"] = plan.schedule
+        settings["microbatches"] = str(plan.num_microbatches)
+        for index, stage in enumerate(plan.stages):
+            first = stage.first_op or "the first operator"
+            settings[f"stage {index}"] = f"from {first}, on ranks {_ranges(stage.ranks)} as {stage.mesh}"
+        settings.update({f"actions of position {i}": text for i, text in enumerate(plan.actions)})
+    if plan.recompute:
+        settings["recompute"] = ", ".join(plan.recompute)
+    return settings
+
+
+def _operators(plan: Plan) -> dict[str, str]:
+    told = {}
+    for op, assignment in plan.strategies.items():
+        words = [f"{axis}: {in_words(plan, op, axis)}" for axis, strategy in assignment.items() if strategy != "R"]
+        if words:
+            told[op] = ", ".join(words)
+    return told
+
+
+def _tensors(plan: Plan) -> dict[str, str]:
+    def text(wish: Layout | str | None) -> str:
+        return "dropped" if wish is None else str(wish)
+
+    told = {name: str(layout) for name, layout in plan.stored.items()}
+    told |= {f"input {name}": str(layout) for name, layout in plan.inputs.items()}
+    return told | {f"output {path or '(the result)'}": text(wish) for path, wish in plan.outputs.items()}
+
+
+def _ranges(ranks: Iterable[int]) -> str:
+    """``0-3, 8`` for 0, 1, 2, 3, 8."""
+    runs: list[tuple[int, int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], rank)
+        else:
+            runs.append((rank, rank))
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -64,6 +64,17 @@ def place(root: nn.Module, fqn: str) -> Place:
     for name in path:
         child = scope._modules.get(name)
         if child is None:
-            child = scope._modules[name] = Scope()
+            child = _add_child(scope, name)
         scope = child
     return Place(scope, leaf)
+
+
+def _add_child(scope: nn.Module, name: str) -> Scope:
+    """A new child, also as an ordinary attribute: Python finds those without a call of ``nn.Module.__getattr__``, which
+    generated code would make several times for every weight. (Parameters are left to it, as torch may replace them.)
+    """
+    is_free = not hasattr(scope, name)  # else the name means something there, and the child is read by indexing
+    child = scope._modules[name] = Scope()
+    if is_free:
+        scope.__dict__[name] = child
+    return child

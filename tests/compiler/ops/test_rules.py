@@ -46,7 +46,7 @@ def dispatched(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """The call as a trace sees it; entries of the registry and in-place methods as they are."""
     if isinstance(function, OpDef) or (function.__name__[-1] == "_" and function.__name__[:2] != "__"):
         return function, args, kwargs
-    with FirstCall() as mode, torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), FirstCall() as mode:
         function(*args, **kwargs)
     assert mode.call is not None, f"{function} is not dispatched"
     return mode.call

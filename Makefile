@@ -3,7 +3,7 @@
 #   make demo      compile a small GPT for two ranks, train it, compare with one device (about a minute)
 #   make test      the checks (lint) and the default tests, under five minutes on two cores
 #   make test-all  the slow tests, the rest of what continuous integration runs
-#   make lint      ruff, mypy, import-linter
+#   make lint      ruff (rules and format), mypy, import-linter
 #
 # PYTHON chooses the interpreter (3.11 or newer), JOBS the number of test processes.
 
@@ -34,6 +34,7 @@ test-all: $(READY)
 
 lint: $(READY)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 

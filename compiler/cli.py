@@ -212,7 +212,9 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _accept(options: argparse.Namespace) -> int:
     changed = accept(options.directory)
-    make_console().print(f"accepted {', '.join(changed)}" if changed else "nothing to accept: no file was edited", soft_wrap=True)
+    make_console().print(
+        f"accepted {', '.join(changed)}" if changed else "nothing to accept: no file was edited", soft_wrap=True
+    )
     return 0
 
 

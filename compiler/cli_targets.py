@@ -82,9 +82,7 @@ def read_settings(settings: Sequence[str]) -> dict[str, Any]:
     for setting in settings:
         path, separator, text = setting.partition("=")
         if not separator or not all(path.split(".")):
-            raise ConfigError(
-                f"{setting!r} is not of the form key=value", hint="for example seed=3 or pas_config.num_stages=2"
-            )
+            raise ConfigError(f"{setting!r} is not of the form key=value", hint="for example seed=3 or pas_config.num_stages=2")
         *parents, last = path.split(".")
         node = result
         for parent in parents:

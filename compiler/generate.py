@@ -137,8 +137,7 @@ def _different(order: Order, why: str) -> ConfigError:
     return ConfigError(
         f"{order.directory} holds files of another compile",
         why=why,
-        hint="reuse='moo' compiles again whenever something changed, reuse='override' always; "
-        "another instance_name keeps both",
+        hint="reuse='moo' compiles again whenever something changed, reuse='override' always; another instance_name keeps both",
     )
 
 
@@ -167,5 +166,3 @@ def _declaration(value: IRValue, layout: Layout) -> Declaration:
         persistent=value.persistent and kind != "constant",
         requires_grad=value.requires_grad and kind == "parameter",
     )
-
-

@@ -316,9 +316,7 @@ def _read_dynamic_dims(dynamic_dims: Any) -> dict[str, dict[int, str]]:
         named = dict(dims) if isinstance(dims, Mapping) else {dim: f"{stem}_{dim}" for dim in dims}
         for dim, name in named.items():
             if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
-                raise ConfigError(
-                    f"dynamic_dims[{path!r}]: dims are numbers from 0", why=f"{dim!r} is not one", hint=hint
-                )
+                raise ConfigError(f"dynamic_dims[{path!r}]: dims are numbers from 0", why=f"{dim!r} is not one", hint=hint)
             if not isinstance(name, str) or not name.isidentifier():
                 raise ConfigError(
                     f"dynamic_dims[{path!r}]: the name of a size is a Python identifier", why=f"{name!r} is not one", hint=hint

@@ -103,8 +103,7 @@ class InputTable:
             )
         if value.dtype != spec.dtype:
             raise InputError(
-                f"{self.owner}: argument {path!r} has dtype {_dtype(value.dtype)}, "
-                f"but was compiled for {_dtype(spec.dtype)}",
+                f"{self.owner}: argument {path!r} has dtype {_dtype(value.dtype)}, but was compiled for {_dtype(spec.dtype)}",
                 hint=f"pass {path}.to(torch.{_dtype(spec.dtype)}), or compile again with this dtype",
             )
         if value.ndim != len(spec.shape):
@@ -121,9 +120,7 @@ class InputTable:
 
     def _refuse_missing(self, path: str, expected: Any) -> None:
         what = f"a tensor {expected}" if isinstance(expected, TensorSpec) else repr(expected)
-        raise InputError(
-            f"{self.owner}: argument {path!r} is missing", why=f"it was compiled with {what}", hint=f"pass {path}"
-        )
+        raise InputError(f"{self.owner}: argument {path!r} is missing", why=f"it was compiled with {what}", hint=f"pass {path}")
 
     def _refuse_shape(self, path: str, spec: TensorSpec, value: Tensor, why: str) -> None:
         raise InputError(

@@ -68,9 +68,7 @@ class OperatorTimes:
 
 def call_key(call: LocalCall) -> str:
     """What a measured time is known by: ``linear [[4, 8], "float32", true] [[16, 8], "float32", true]``."""
-    operands = (
-        json.dumps([list(x.shape), str(x.dtype).removeprefix("torch."), x.requires_grad]) for x in call.operands
-    )
+    operands = (json.dumps([list(x.shape), str(x.dtype).removeprefix("torch."), x.requires_grad]) for x in call.operands)
     attributes = [f"{name}={arg!r}" for name, arg in call.op.args if not _holds_values(arg) and not _is_size(arg)]
     return " ".join([call.op.target, *operands, *attributes])
 
@@ -403,9 +401,7 @@ def _inner_axes(rule: OpRule | None, assignment: Assignment, mesh: Mesh) -> tupl
     return tuple(found)
 
 
-def _messages(
-    call: LocalCall, assignment: Assignment, mesh: Mesh, hardware: Hardware, ranks: Sequence[int] | None
-) -> OpTime:
+def _messages(call: LocalCall, assignment: Assignment, mesh: Mesh, hardware: Hardware, ranks: Sequence[int] | None) -> OpTime:
     """What the parallel form of the call communicates."""
     target = call.op.target
     axes = _inner_axes(call.op.rule, assignment, mesh) if target in _MESSAGES else ()

@@ -121,6 +121,4 @@ class IRGraph:
         return {d.symbol: (by_name[d.input], d.dim) for d in reversed(self.dynamic_dims)}
 
 
-
-
 __all__ = ["DynamicDim", "IRGraph", "Tree", "ValueKind"]

@@ -86,9 +86,4 @@ def test_report_adds_up_and_prints():
     report = CompileReport((Stage("trace", 0.5), Stage("verify", 0.25), Stage("rules", 1.0), Stage("verify", 0.25)))
     assert report.total_s == 2.0
     assert report.seconds() == {"trace": 0.5, "verify": 0.5, "rules": 1.0}
-    assert str(report) == (
-        "trace      0.500 s\n"
-        "verify     0.500 s\n"
-        "rules      1.000 s\n"
-        "total      2.000 s"
-    )
+    assert str(report) == ("trace      0.500 s\nverify     0.500 s\nrules      1.000 s\ntotal      2.000 s")

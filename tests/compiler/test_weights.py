@@ -83,9 +83,7 @@ def graph_of(module, dtype=torch.float32):
     steps = value("s", "steps", ValueKind.BUFFER, torch.int64)
     table = value("t", "table", ValueKind.BUFFER, dtype, persistent=False)
     const = IRValue("const_0", (2,), torch.float32, kind=ValueKind.CONSTANT)
-    return IRGraph(
-        "Net", (), (weight,), (steps, table), (), Tree("leaf"), constants=((const, torch.tensor([1.0, 2.0])),)
-    )
+    return IRGraph("Net", (), (weight,), (steps, table), (), Tree("leaf"), constants=((const, torch.tensor([1.0, 2.0])),))
 
 
 def test_weights_and_constants_of_a_module():

@@ -46,13 +46,16 @@ def test_the_hidden_dim_of_a_transformer_is_never_split(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "dit"])
 def test_heads_ffn_and_vocabulary_are_split(name: str) -> None:
     names = {c.name for c in chosen(graph_of(name))}
-    assert names == {
-        "gpt2": {"heads", "ffn", "vocab"},
-        "llama": {"kv_heads", "ffn", "vocab"},
-        "bert": {"heads", "ffn", "vocab"},
-        "t5": {"heads", "ffn", "vocab"},
-        "dit": {"heads", "ffn", "time_dim"},
-    }[name]
+    assert (
+        names
+        == {
+            "gpt2": {"heads", "ffn", "vocab"},
+            "llama": {"kv_heads", "ffn", "vocab"},
+            "bert": {"heads", "ffn", "vocab"},
+            "t5": {"heads", "ffn", "vocab"},
+            "dit": {"heads", "ffn", "time_dim"},
+        }[name]
+    )
 
 
 def test_each_layer_has_its_own_classes() -> None:

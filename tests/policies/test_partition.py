@@ -44,7 +44,5 @@ def test_too_few_places_to_cut() -> None:
     with pytest.raises(PlanError) as error:
         balanced_cuts([1, 1, 1], [0.0, INFINITE, 1.0], 3)
     assert str(error.value) == (
-        "the graph cannot be cut into 3 stages\n"
-        "  why:   it has 1 places where a stage may begin\n"
-        "  try:   ask for fewer stages"
+        "the graph cannot be cut into 3 stages\n  why:   it has 1 places where a stage may begin\n  try:   ask for fewer stages"
     )

@@ -1,0 +1,95 @@
+"""The model as a chain of blocks: where pipeline stages may begin, thinned to the places that are worth considering.
+
+A stage may begin before any operator that is not inside a recompute region. Good places are those that little crosses: in a
+transformer, between blocks and between attention and feed-forward. So places are taken in the order of what crosses them, until
+no block between two places takes more than a small share of the whole, and slivers are joined with their neighbours.
+
+Where layers may have to be computed again, they are the blocks (:func:`layer_blocks`): a region is computed again as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from shardwright.compiler.codegen.blocks import container_of
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.passes.stages import from_nothing
+from shardwright.policies.partition import cut_traffic
+
+MAX_BLOCKS = 192
+"""More places than that are thinned out, the ones that most crosses first."""
+
+SHARE = 0.25
+"""A block takes at most that share of a stage of average length, where places allow it."""
+
+
+def block_starts(graph: IRGraph, times: Sequence[float], num_stages: int) -> list[int]:
+    """Positions in ``graph.ops`` at which blocks begin; the first is 0.
+
+    ``times``: seconds of every operator. ``num_stages``: the most stages that the blocks will be dealt into.
+    """
+    traffic = cut_traffic(graph, from_nothing(graph))
+    places = sorted((i for i in range(1, len(graph.ops)) if math.isfinite(traffic[i])), key=lambda i: (traffic[i], i))
+    limit = max(SHARE * sum(times) / max(1, num_stages), (1 + SHARE) * max(times, default=0.0))  # one operator stays whole
+    low, high = 0, len(places)
+    while low < high:  # the fewest places that keep every block below the limit
+        middle = (low + high) // 2
+        if max(_block_times(places[:middle], times)) <= limit:
+            high = middle
+        else:
+            low = middle + 1
+    low = min(max(low, num_stages - 1), len(places))
+    while low < len(places) and traffic[places[low]] == traffic[places[low - 1]]:  # what costs the same is taken together
+        low += 1
+    return _joined(sorted(places[:low]), traffic, times)
+
+
+def layer_blocks(graph: IRGraph) -> tuple[list[int], dict[int, str]]:
+    """``(starts, layers)``: blocks that begin where a layer, a numbered module, begins or ends; and the module path of each
+    block that is a whole layer and not part of a recompute region yet.
+    """
+    paths = [_layer(op.module_path) for op in graph.ops]
+    traffic = cut_traffic(graph, from_nothing(graph))
+    starts = [i for i in range(len(paths)) if i == 0 or (paths[i] != paths[i - 1] and math.isfinite(traffic[i]))]
+    layers = {}
+    for block, (start, stop) in enumerate(zip(starts, [*starts[1:], len(paths)], strict=True)):
+        path = paths[start]
+        whole = path is not None and set(paths[start:stop]) == {path} and paths.count(path) == stop - start
+        if whole and all(op.region is None for op in graph.ops[start:stop]):
+            assert path is not None
+            layers[block] = path
+    return starts, layers
+
+
+def _layer(module_path: str) -> str | None:
+    """The outermost numbered module of a path: ``model.layers.3`` of ``model.layers.3.mlp``."""
+    found = container_of(module_path)
+    return None if found is None else ".".join(filter(None, (found[0], str(found[1]))))
+
+
+def _block_times(places: Sequence[int], times: Sequence[float]) -> list[float]:
+    edges = [0, *sorted(places), len(times)]
+    sums = [0.0]
+    for time in times:
+        sums.append(sums[-1] + time)
+    return [sums[stop] - sums[start] for start, stop in zip(edges, edges[1:], strict=False)]
+
+
+def _joined(places: list[int], traffic: Sequence[float], times: Sequence[float]) -> list[int]:
+    """The places without slivers: of two places with next to nothing between them, the one stays that less crosses."""
+    sliver = sum(times) / (8 * MAX_BLOCKS)
+    kept: list[int] = []
+    since = sum(times[: places[0]]) if places else 0.0
+    for index, place in enumerate(places):
+        stop = places[index + 1] if index + 1 < len(places) else len(times)
+        if since > sliver or not kept:
+            kept.append(place)
+            since = 0.0
+        elif traffic[place] < traffic[kept[-1]]:
+            kept[-1] = place
+        since += sum(times[place:stop])
+    while len(kept) + 1 > MAX_BLOCKS:
+        shortest = min(range(len(kept)), key=lambda i: sum(times[kept[i - 1] if i else 0 : kept[i]]))
+        del kept[shortest]
+    return [0, *kept]

@@ -2,13 +2,13 @@
 
 The time is that of the arithmetic or of the memory traffic, whichever is longer, and never less than one launch. What counts:
 
-- **products** (linear layers, matrix products, einsum, convolutions, attention, recurrent layers): ``2 m n k`` operations at the
-  rate the device reaches at that size. The backward is one product for each operand that needs a gradient; flash attention
+- **products** (linear layers, matrix products, einsum, convolutions, attention, recurrent layers): ``2 m n k`` operations at
+  the rate the device reaches at that size. The backward is one product for each operand that needs a gradient; flash attention
   computes its scores again, five products for the forward's two. A causal kernel skips half.
 - **lookups** move the rows they need, not the table; their gradients fill the table with zeros first.
 - **views** are free. The gradient of a slice fills what the slice left out with zeros, that of an expansion is summed.
-- **everything else** reads its operands and writes its results; the backward reads what came in and what was saved, and writes the
-  gradients. :data:`PASSES` lists operators that go over their data more often.
+- **everything else** reads its operands and writes its results; the backward reads what came in and what was saved, and
+  writes the gradients. :data:`PASSES` lists operators that go over their data more often.
 
 Measured times of single calls replace these estimates where there are any (:class:`OperatorTimes`).
 """

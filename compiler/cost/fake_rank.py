@@ -1,0 +1,154 @@
+"""A rank whose tensors are fake: its operators and adapters run as generated code runs them, and nothing is computed or sent.
+
+What autograd keeps of a call, which results are views, and how much memory it takes on the way, is then what torch says.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardwright.compiler.cost.communication import DYNAMIC_SIZE
+from shardwright.compiler.ir.op import IROp, leaves
+from shardwright.compiler.ir.size import Size, to_python
+from shardwright.compiler.ops.render import call_source, imports_of
+from shardwright.compiler.plan.conversion import AdapterStep, CutSizes
+from shardwright.runtime import adapters
+from shardwright.runtime.communicator import Communicator, ReduceOp, Work
+from shardwright.runtime.counters import CommunicationCounters
+from shardwright.runtime.groups import AxisGroup
+from shardwright.runtime.layout import Coords, Cut, Mesh
+from shardwright.runtime.ops.random import RngMode, RngState
+
+
+class FakeRank:
+    """The rank at ``coords`` of a mesh (default: index 0 of every axis). ``rng``: how it draws random numbers. With ``zeros``
+    its tensors are real, and zero: for the few functions that look at numbers.
+
+    Dynamic sizes are :data:`communication.DYNAMIC_SIZE`. Tensors are on the CPU: torch chooses the kernels of that device.
+    """
+
+    def __init__(self, mesh: Mesh, coords: Coords | None = None, rng: RngMode = "fast", *, zeros: bool = False) -> None:
+        coords = dict.fromkeys(mesh.names, 0) if coords is None else coords
+        self.mode = nullcontext() if zeros else FakeTensorMode(allow_non_fake_inputs=True)
+        counters = CommunicationCounters()
+        self.axes = {
+            name: AxisGroup(
+                name, Communicator(_Silence() if size > 1 else None, tuple(range(size)), coords[name], name, counters)
+            )
+            for name, size in mesh.axes
+        }
+        self._module = SimpleNamespace(training=True, device=torch.device("cpu"), rng=RngState(0, rng, mesh, coords))
+
+    def tensor(
+        self, shape: Sequence[int], dtype: torch.dtype, *, strides: Sequence[int] | None = None, requires_grad: bool = False
+    ) -> Tensor:
+        """A new tensor, contiguous unless ``strides`` say something else."""
+        with self.mode:
+            if strides is None:
+                return torch.zeros(tuple(shape), dtype=dtype, device="cpu", requires_grad=requires_grad)
+            made = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device="cpu").zero_()
+            return made.requires_grad_(requires_grad)
+
+    def run(self, op: IROp, operands: Sequence[Tensor]) -> list[Tensor]:
+        """The results of a local call.
+
+        Raises whatever torch raises for a call that needs the numbers, not just the shapes.
+        """
+        names: dict[str, str] = {}
+        scope: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "self": self._module, **self.axes}
+        for index, (value, tensor) in enumerate(zip(op.operands, operands, strict=True)):
+            names[value.name] = f"operand_{index}"
+            scope[names[value.name]] = tensor
+        for statement in imports_of(op):
+            exec(statement, scope)
+        for argument in (leaf for _, arg in op.args for leaf in leaves(arg)):
+            scope.update(_sizes(argument))
+        source = call_source(op, lambda value: names[value.name], to_python)
+        cast = nullcontext() if op.autocast is None else torch.autocast("cpu", dtype=op.autocast)
+        with self.mode, cast, _quiet(), torch.set_grad_enabled(op.grad_enabled and torch.is_grad_enabled()):
+            return _tensors(eval(source, scope))
+
+    def adapt(self, step: AdapterStep, x: Tensor) -> Tensor:
+        """The result of an adapter step."""
+        words: list[Any] = [x, self.axes[step.axis]]
+        if step.dim is not None:
+            assert step.cut is not None
+            words += [step.dim, self._cut(step.cut)]
+        if step.to_dim is not None and step.to_cut is not None:
+            words += [step.to_dim, self._cut(step.to_cut)]
+        adapter = getattr(adapters, step.kind)
+        has_backward = step.kind in ("all_gather", "narrow", "all_reduce", "keep_one") and step.backward is not None
+        with self.mode:
+            result: Tensor = adapter(*words, **({"backward": step.backward} if has_backward else {}))
+            return result
+
+    def number(self, size: Size) -> int:
+        """A size expression as this rank sees it."""
+        return size if isinstance(size, int) else int(eval(to_python(size), {**self.axes, **_sizes(size)}))
+
+    def _cut(self, cut: CutSizes) -> Cut:
+        return Cut(tuple(map(self.number, cut.segments)), self.number(cut.outer), self.number(cut.inner))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch logs of a call that fake tensors cannot make: it is made otherwise then."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _sizes(size: Any) -> dict[str, int]:
+    """The values of the dynamic sizes in an expression. Axes are symbols too, inside of calls."""
+    if not isinstance(size, sympy.Basic):
+        return {}
+    axes = {call.args[1] for call in size.atoms(sympy.Function) if len(call.args) == 2}
+    return {str(symbol): DYNAMIC_SIZE for symbol in size.free_symbols - axes}
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    """The tensors of a call's result, in order."""
+    if isinstance(result, Tensor):
+        return [result]
+    return [tensor for item in result for tensor in _tensors(item)] if isinstance(result, tuple | list) else []
+
+
+class _Silence:
+    """The transport of a group whose messages nobody reads: what arrives has a shape, and no numbers."""
+
+    def all_reduce_(self, x: Tensor, op: ReduceOp) -> None: ...
+
+    def start_all_reduce_(self, x: Tensor, op: ReduceOp) -> Work:
+        return _Done()
+
+    def all_gather(self, x: Tensor, result: Tensor) -> None: ...
+
+    def reduce_scatter(self, x: Tensor, result: Tensor) -> None: ...
+
+    def all_to_all(self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]) -> None: ...
+
+    def broadcast_(self, x: Tensor, src_index: int) -> None: ...
+
+    def send(self, x: Tensor, dst_index: int) -> None: ...
+
+    def receive_(self, x: Tensor, src_index: int) -> None: ...
+
+    def barrier(self) -> None: ...
+
+
+class _Done:
+    def wait(self) -> None:
+        return None

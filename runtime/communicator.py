@@ -49,6 +49,12 @@ class Transport(Protocol):
     def reduce_scatter(self, x: Tensor, result: Tensor) -> None:
         """The sum over the members of row ``index`` of their ``x [size, n]`` into ``result [n]``."""
 
+    def start_reduce_scatter(self, x: Tensor, sizes: list[int], result: Tensor) -> Work:
+        """The sum over the members of chunk ``index`` of their 1-D ``x``, cut into ``sizes``, into 1-D ``result``."""
+
+    def start_all_gather_(self, x: Tensor, sizes: list[int]) -> Work:
+        """Chunk ``i`` of 1-D ``x``, cut into ``sizes``, from member ``i``."""
+
     def all_to_all(self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]) -> None:
         """Consecutive chunks of 1-D ``x``, one to each member; what comes in fills 1-D ``result`` by sender.
 
@@ -169,6 +175,31 @@ class Communicator:
         result = mine.new_empty(longest)
         self.transport.reduce_scatter(rows, result)
         return result[: mine.numel()].view(mine.shape)
+
+    def reduce_scatter_async(self, x: Tensor, sizes: Sequence[int], *, phase: Phase = "gradients") -> tuple[Tensor, Work]:
+        """Begin to sum 1-D contiguous ``x [sum(sizes)]`` over the group; the caller gets chunk ``index`` of the sum.
+
+        The tensor returned holds it, and ``x`` may be touched again, when ``wait()`` of the work returns. In a group of one
+        it is ``x`` itself.
+        """
+        assert x.is_contiguous() and x.shape == (sum(sizes),), f"{tuple(x.shape)} is not cut into {list(sizes)}"
+        if self.transport is None:
+            return x, _Done()
+        mine = sizes[self.index]
+        self._count(phase, "reduce_scatter", x, x.numel(), mine * (self.size - 1))
+        result = x.new_empty(mine)
+        return result, self.transport.start_reduce_scatter(x, list(sizes), result)
+
+    def all_gather_async_(self, x: Tensor, sizes: Sequence[int], *, phase: Phase = "gradients") -> Work:
+        """Begin to fill 1-D contiguous ``x [sum(sizes)]``: chunk ``i`` is that of member ``i``, the caller's is there already.
+
+        ``x`` must not be touched until ``wait()`` of the result returns.
+        """
+        assert x.is_contiguous() and x.shape == (sum(sizes),), f"{tuple(x.shape)} is not cut into {list(sizes)}"
+        if self.transport is None:
+            return _Done()
+        self._count(phase, "all_gather", x, x.numel(), x.numel() - sizes[self.index])
+        return self.transport.start_all_gather_(x, list(sizes))
 
     def all_to_all(self, pieces: Sequence[Tensor], shapes: Sequence[Shape], *, phase: Phase = "forward") -> list[Tensor]:
         """Send ``pieces[i]`` to member ``i``; item ``i`` of the result came from it and has ``shapes[i]``."""

@@ -232,8 +232,13 @@ def _check_zero(config: ComputeConfig) -> None:
 
 
 def _check_available(config: ComputeConfig) -> None:
+    if config.use_zero == 3:
+        raise ConfigError(
+            "use_zero=3 is not available yet",
+            why="this version has no support for splitting parameters over the units",
+            hint="use_zero=2 splits gradients and optimizer state",
+        )
     missing = {
-        "use_zero": "splitting the optimizer state over the units",
         "constant_folding": "computing parts of a model while compiling",
     }
     for name, feature in missing.items():

@@ -142,9 +142,11 @@ def train_step(
             result = call(sample)
             loss = checked_loss(owner, next(iter(flatten(result).values()), None))
             if not dummy:
-                # An asynchronous reducer starts to sum in the last backward.
-                with nullcontext() if index == last else reducer.no_sync():
+                # An asynchronous reducer starts to sum in the last backward; one that frees gradients sums in each of them.
+                with nullcontext() if index == last or reducer.frees_gradients else reducer.no_sync():
                     torch.autograd.backward(scaled(owner, loss, scale_fn))
+                if index != last:
+                    reducer.end_round()
         results.append(detached(result))
         del result, loss
     reducer.sync()

@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from shardwright.runtime.bucket import GradientSum
+from shardwright.runtime.bucket import Bucket, GradientSum, pack
 from shardwright.runtime.checksum import differing
 from shardwright.runtime.communicator import Communicator
 from shardwright.runtime.compiled import CompiledModule
@@ -19,13 +19,15 @@ from shardwright.runtime.groups import RankMesh
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.reducer import Reducer
 from shardwright.runtime.world import current_world
+from shardwright.runtime.zero.build import sharded_buckets
+from shardwright.runtime.zero.settings import ReductionSettings
 
 
 class TrainedModel:
     """A module to be trained. Making one is collective: it makes the groups that gradients are summed over.
 
     ``parallel_modules``: the compiled parts. ``ranks``: this rank's place in the units. ``sums``: over which ranks each
-    gradient is summed. ``counted``: the parameters that this rank counts where elements are counted once.
+    gradient is summed. ``settings``: how gradients are reduced, and optimizer state is split.
 
     The gradient of a compiled parameter is summed over the axes on which its layout is gradient-partial, over the pipeline
     stages that hold it, and over the units.
@@ -42,8 +44,8 @@ class TrainedModel:
         self.parallel_modules = [part for part in module.modules() if isinstance(part, CompiledModule)]
         self.ranks = self._unit(config)
         self._config = self._agreed(config)
+        self.settings = ReductionSettings.of(self._config, self.ranks.num_units)
         self.sums: list[GradientSum] = []
-        self.counted: list[nn.Parameter] = []
         self._cut: list[tuple[str, nn.Parameter, Layout]] = []
         self._ordinary: dict[str, Tensor] = {}
         self._compiled: dict[str, Tensor] = {}
@@ -98,18 +100,30 @@ class TrainedModel:
         total = self.ranks.units.communicator.all_reduce(torch.as_tensor(loss, device=self.world.device), phase="gradients")
         return total / divisor if isinstance(loss, Tensor) else float(total) / divisor
 
-    def make_reducer(self) -> Reducer:
-        """A reducer for all gradients. It takes the parameters over from reducers made earlier."""
-        config = self._config
+    def make_reducer(self, whole_parameters: bool | None = None) -> Reducer:
+        """A reducer for all gradients. It takes the parameters over from reducers made earlier. Collective.
+
+        ``whole_parameters``: where optimizer state is split, whether each parameter goes to one rank; ``None`` for a reducer
+        without an optimizer, which gives all ranks all gradients.
+        """
         for item in self.sums:
             older = getattr(item.parameter, _REDUCER, None)
             if older is not None:
                 older.detach()
+        settings = self.settings
+        splits = whole_parameters is not None and settings.stage > 0
+        # Filled from the end, as backward does.
+        packed = pack(list(reversed(self.sums)), settings.bucket_cap_bytes, settings.gradient_dtype)
+        buckets: list[Bucket]
+        if splits:
+            buckets = sharded_buckets(self.world, packed, settings, whole_parameters=bool(whole_parameters))
+        else:
+            buckets = [Bucket(members) for members in packed]
         reducer = Reducer(
-            self.sums,
-            divisor=self.ranks.num_units if config is not None and config.grad_reduction == "mean" else 1,
-            bucket_cap_mb=None if config is None else config.reducer_bucket_cap_mb,
-            asynchronous=config is not None and config.use_async_reducer,
+            buckets,
+            divisor=settings.divisor,
+            asynchronous=settings.asynchronous,
+            frees_gradients=splits and settings.frees_gradients,
         )
         for item in self.sums:
             setattr(item.parameter, _REDUCER, reducer)
@@ -122,9 +136,7 @@ class TrainedModel:
     ) -> None:
         # The first pieces of a cut are the largest.
         largest = prod(layout.local_shape(ranks.mesh, dict.fromkeys(ranks.mesh.names, 0)))
-        self.sums.append(GradientSum(name, parameter, group, largest))
-        if is_counted:
-            self.counted.append(parameter)
+        self.sums.append(GradientSum(name, parameter, group, largest, layout, is_counted))
         if any(ranks.mesh.axis_size(axis) > 1 for axis in layout.cut_axes):
             self._cut.append((name, parameter, layout))
 
@@ -176,8 +188,15 @@ class TrainedModel:
         return RankMesh(Mesh((("unit", plan_ngpus),)), self.world)
 
 
-REDUCER_SETTINGS = ("grad_reduction", "use_async_reducer", "reducer_bucket_cap_mb")
-"""The fields of a config that say how gradients are reduced."""
+REDUCER_SETTINGS = (
+    "grad_reduction",
+    "use_async_reducer",
+    "reducer_bucket_cap_mb",
+    "use_zero",
+    "zero_ngroups",
+    "zero_use_reduce_scatter",
+)
+"""The fields of a config that say how gradients are reduced, and how optimizer state is split."""
 
 # A parameter has one reducer at a time: two would sum its gradient twice.
 _REDUCER = "_shardwright_reducer"

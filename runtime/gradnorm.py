@@ -18,15 +18,15 @@ def counts_here(layout: Layout, ranks: RankMesh) -> bool:
     return ranks.is_member and ranks.unit == 0 and all(index == 0 for axis, index in ranks.coords.items() if axis not in cut)
 
 
-def global_norm(counted: Iterable[nn.Parameter], everyone: Communicator, dtype: torch.dtype, device: torch.device) -> Tensor:
+def global_norm(counted: Iterable[Tensor], everyone: Communicator, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The 2-norm of all gradients as a scalar of ``dtype``, the same on all ranks. Collective.
 
-    ``counted``: the parameters this rank counts, see :func:`counts_here`; their gradients must have been summed.
+    ``counted``: the tensors whose ``grad`` this rank counts, see :func:`counts_here`; gradients must have been summed.
     """
     norms = [
-        torch.linalg.vector_norm(parameter.grad, dtype=dtype)
-        for parameter in counted
-        if parameter.grad is not None and parameter.grad.numel()
+        torch.linalg.vector_norm(tensor.grad, dtype=dtype)
+        for tensor in counted
+        if tensor.grad is not None and tensor.grad.numel()
     ]
     # Squares in float64: a sum of squares overflows float32 long before the norm does.
     squares = torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)

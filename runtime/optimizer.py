@@ -1,14 +1,16 @@
 """Optimizers for parallel training: any ``torch.optim`` optimizer, with gradients summed over the ranks before its step.
 
-:func:`build_optimizer` lets the user's optimizer be made on this rank's parameters, then gives the object a class that
-derives from :class:`ParallelOptimizer` and from its own class. So it *is* an ``AdamW``: schedulers, hooks, ``state_dict`` and
-the user's own attributes work, and no method of the object or of the user's class is replaced.
+:func:`build_optimizer` lets the user's optimizer be made on this rank's parameters, or under ZeRO on this rank's shards of
+them, then gives the object a class that derives from :class:`ParallelOptimizer` and from its own class. So it *is* an
+``AdamW``: schedulers, hooks, ``state_dict`` and the user's own attributes work, and no method of the object or of the user's
+class is replaced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,6 +23,10 @@ from shardwright.runtime.errors import ConfigError, UsageError
 from shardwright.runtime.gradients import TrainedModel
 from shardwright.runtime.gradnorm import global_norm, norm_dtype
 from shardwright.runtime.reducer import Reducer, ReducerHook
+from shardwright.runtime.zero.build import shards_of
+from shardwright.runtime.zero.gathering import ParameterGathering
+from shardwright.runtime.zero.shards import ParameterShard
+from shardwright.runtime.zero.state import load_masters, with_masters, without_masters
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     getattr(torch.optim, name)
@@ -30,14 +36,20 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 
 
 class ParallelOptimizer(Optimizer):
-    """What :func:`build_optimizer` returns: the user's optimizer, with gradients summed over the ranks before each step."""
+    """What :func:`build_optimizer` returns: the user's optimizer, with gradients summed over the ranks before each step.
 
+    ``shards``: what this rank updates of each trained parameter whose optimizer state is split over ranks; empty without
+    ZeRO. ``param_groups`` hold their tensors in the place of those parameters.
+    """
+
+    shards: tuple[ParameterShard, ...] = ()
     _model: TrainedModel
     _reducer: Reducer
+    _gathering: ParameterGathering
     _has_stepped: bool = False
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Synchronise the gradients, then take a step. Collective: all ranks take it.
+        """Synchronise the gradients, then take a step; under ZeRO, gather what the ranks updated. Collective: all take it.
 
         The first step compares the copies of the parameters first, see :meth:`TrainedModel.check_copies`.
 
@@ -50,6 +62,7 @@ class ParallelOptimizer(Optimizer):
             result = super().step(*args, **kwargs)
         else:
             result = super().step(self._synchronised(closure), *args, **kwargs)
+        self._gathering.run()
         self._reducer.reopen()
         for module in self._model.parallel_modules:
             module.rng.next_step()
@@ -83,9 +96,9 @@ class ParallelOptimizer(Optimizer):
                 why="what the other ranks add would not be scaled",
                 hint="call optimizer.sync_shard_grad() first",
             )
-        for parameter in self._reducer.parameters:
-            if parameter.grad is not None:
-                parameter.grad.detach().mul_(factor)
+        for tensor in self._reducer.holders:
+            if tensor.grad is not None:
+                tensor.grad.detach().mul_(factor)
 
     def clip_gnorm(self, max_norm: float | None = None) -> Tensor:
         """The 2-norm of all gradients together, as a scalar; they are scaled down to ``max_norm`` if they exceed it.
@@ -94,10 +107,10 @@ class ParallelOptimizer(Optimizer):
         one device. Synchronises the gradients if that has not happened. Collective.
         """
         self.sync_shard_grad()
-        model, parameters = self._model, list(self._reducer.parameters)
-        norm = global_norm(model.counted, model.world.everyone, norm_dtype(parameters), model.world.device)
+        world, dtype = self._model.world, norm_dtype(list(self._reducer.parameters))
+        norm = global_norm(self._reducer.counted, world.everyone, dtype, world.device)
         if max_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(self._reducer.holders, max_norm, norm)
         return norm
 
     def register_reducer_pre_hook(self, hook: ReducerHook) -> RemovableHandle:
@@ -108,8 +121,27 @@ class ParallelOptimizer(Optimizer):
         return self._reducer.register_pre_hook(hook)
 
     def register_reducer_post_hook(self, hook: ReducerHook) -> RemovableHandle:
-        """Call ``hook(reducer, gradients)`` with the flat gradients of each bucket after they were summed (or averaged)."""
+        """Call ``hook(reducer, gradients)`` with the flat gradients of each bucket after they were summed (or averaged).
+
+        Where they are reduce-scattered, with this rank's slice of them.
+        """
         return self._reducer.register_post_hook(hook)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank's shards, for :meth:`load_state_dict` on the same rank of the same plan.
+
+        Its groups have the names of their parameters as ``param_names`` and, under ZeRO, as ``param_shards`` the range of
+        each that is this rank's, see :class:`ParameterShard`. Masters of low-precision parameters are saved with the state.
+        """
+        return with_masters(super().state_dict(), self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave. Masters that it lacks are taken from the parameters as they are.
+
+        Raises :class:`CheckpointError` if it is the state of other shards.
+        """
+        super().load_state_dict(without_masters(state_dict, self))
+        load_masters(state_dict, self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: which gradients are summed was settled when the optimizer was built."""
@@ -119,7 +151,13 @@ class ParallelOptimizer(Optimizer):
         )
 
     def _synchronised(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        has_run = False
+
         def run() -> Any:
+            nonlocal has_run
+            if has_run:  # the optimizer may have changed its shards since
+                self._gathering.run()
+            has_run = True
             loss = closure()
             self._reducer.sync()
             return loss if loss is None else self._model.total_loss(loss, self._reducer.divisor)
@@ -128,6 +166,8 @@ class ParallelOptimizer(Optimizer):
 
     def _begin_step(self) -> None:
         self._check_attached()
+        for shard in self.shards:
+            shard.refresh()
         if not self._has_stepped:
             self._has_stepped = True
             self._model.check_copies()
@@ -152,13 +192,16 @@ def build_optimizer(
 ) -> ParallelOptimizer:
     """An optimizer for a module that is, or contains, compiled modules; parts that were not compiled are trained too.
 
-    ``optimizer_fn(parameters, **kwargs)`` is an optimizer class or a function that returns an optimizer. ``param_groups``
-    gives the options of each parameter by name (``lambda name, p: {"weight_decay": 0.0} if p.ndim < 2 else {}``); those with
-    equal options form a group. ``elementwise=True`` declares of an optimizer we do not know that its update of an element
-    depends on that element alone, so that it may work on shards.
+    ``optimizer_fn(parameters, **kwargs)`` is an optimizer class or a function that returns an optimizer; with ZeRO a function
+    is called twice, as it must be known what it makes before shards are made for it. ``param_groups`` gives the options of
+    each parameter by name (``lambda name, p: {"weight_decay": 0.0} if p.ndim < 2 else {}``); those with equal options form a
+    group. ``elementwise=True`` declares of an optimizer we do not know that its update of an element depends on that element
+    alone, so that it may work on shards. Under ZeRO it is given flat pieces of the parameters then; other optimizers get
+    whole parameters, each on one rank, and empty tensors in the place of those that other ranks own.
 
-    Gradients are reduced as the modules were compiled to (``grad_reduction``, ``use_async_reducer``,
-    ``reducer_bucket_cap_mb``). ``compute_config`` says it where no module was compiled, and is compared otherwise.
+    Gradients are reduced, and optimizer state is split, as the modules were compiled to (``grad_reduction``,
+    ``use_async_reducer``, ``reducer_bucket_cap_mb``, ``use_zero`` and the options beside it). ``compute_config`` says it where
+    no module was compiled, and is compared otherwise.
 
     Collective. Modules that were not compiled must hold the same values on all ranks, and get the same inputs on all ranks
     of a unit. A second call on the same parameters replaces the first.
@@ -167,68 +210,114 @@ def build_optimizer(
     """
     config = None if compute_config is None else ComputeConfig.of(compute_config)
     model = TrainedModel(module, config)
-    optimizer = optimizer_fn(_parameters(module, param_groups), **kwargs)
-    _check_optimizer(optimizer, module)
-    if not elementwise:
-        _check_elementwise(optimizer, model)
-    reducer = model.make_reducer()
+    parameters = dict(module.named_parameters())
+    tensors: Mapping[str, nn.Parameter] = parameters
+    if model.settings.stage:
+        kind, updated = _kind_of(optimizer_fn, parameters, param_groups, kwargs)
+        is_elementwise = elementwise or kind in ELEMENTWISE
+        _check_kind(kind, model, updated, is_elementwise)
+        reducer = model.make_reducer(whole_parameters=not is_elementwise)
+        shards = shards_of(reducer.buckets)
+        tensors = {**parameters, **{shard.name: shard.tensor for shard in shards}}
+        optimizer = optimizer_fn(_parameters(parameters, tensors, param_groups), **kwargs)
+        names = _names(optimizer, tensors)
+    else:
+        optimizer, shards = optimizer_fn(_parameters(parameters, parameters, param_groups), **kwargs), []
+        names = _names(optimizer, parameters)
+        _check_kind(type(optimizer), model, set(names.values()), elementwise or type(optimizer) in ELEMENTWISE)
+        reducer = model.make_reducer()
     user_class = type(optimizer)
     name = f"Parallel{user_class.__name__}"
     optimizer.__class__ = type(name, (ParallelOptimizer, user_class), {"__doc__": user_class.__doc__})
     parallel = cast(ParallelOptimizer, optimizer)
     parallel._model, parallel._reducer = model, reducer
-    # Where torch keeps names too: state dicts carry them, and can be merged without the module.
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    parallel._gathering, parallel.shards = ParameterGathering(reducer.buckets), tuple(shards)
+    ranges = {shard.name: [shard.start, shard.stop] for shard in shards}
     for group in parallel.param_groups:
-        group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
+        # Where torch keeps names too: state dicts carry them, and can be merged without the module.
+        group["param_names"] = [names[id(tensor)] for tensor in group["params"]]
+        if shards:
+            group["param_shards"] = [ranges.get(name) for name in group["param_names"]]
     return parallel
 
 
 def _parameters(
-    module: nn.Module, param_groups: Callable[[str, nn.Parameter], Mapping[str, Any]] | None
+    parameters: Mapping[str, nn.Parameter],
+    tensors: Mapping[str, nn.Parameter],
+    param_groups: Callable[[str, nn.Parameter], Mapping[str, Any]] | None,
 ) -> list[nn.Parameter] | list[dict[str, Any]]:
-    """What the optimizer is made of: all parameters in order, or groups in the order of their first parameters."""
-    if param_groups is None or next(module.parameters(), None) is None:
+    """What the optimizer is made of: all tensors in order, or groups in the order of their first parameters.
+
+    ``tensors``: by the name of the parameter, what the optimizer sees of it.
+    """
+    if param_groups is None or not parameters:
         # A rank of a pipeline may hold no parameters at all; optimizers refuse an empty list, not an empty group.
-        return list(module.parameters()) or [{"params": []}]
+        return [tensors[name] for name in parameters] or [{"params": []}]
     groups: list[dict[str, Any]] = []
-    for name, parameter in module.named_parameters():
+    for name, parameter in parameters.items():
         options = dict(param_groups(name, parameter))
         for group in groups:
             if {key: value for key, value in group.items() if key != "params"} == options:
-                group["params"].append(parameter)
+                group["params"].append(tensors[name])
                 break
         else:
-            groups.append({"params": [parameter], **options})
+            groups.append({"params": [tensors[name]], **options})
     return groups
 
 
-def _check_optimizer(optimizer: Any, module: nn.Module) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            "optimizer_fn did not return an optimizer",
-            why=f"it returned a {type(optimizer).__name__}",
-            hint="pass a torch.optim class, or a function that takes parameters and returns one of its objects",
-        )
-    own = {id(parameter) for parameter in module.parameters()}
-    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+def _names(optimizer: Any, tensors: Mapping[str, nn.Parameter]) -> dict[int, str]:
+    """By identity of the tensors that the optimizer updates, the names of their parameters."""
+    own = {id(tensor): name for name, tensor in tensors.items()}
+    updated = [tensor for group in _checked(optimizer).param_groups for tensor in group["params"]]
+    foreign = [tensor for tensor in updated if id(tensor) not in own]
     if foreign:
         raise ConfigError(
             "the optimizer updates parameters that the module does not have",
             why=f"{len(foreign)} of them, the first of shape {list(foreign[0].shape)}",
             hint="make it of the parameters that optimizer_fn is called with",
         )
+    return {id(tensor): own[id(tensor)] for tensor in updated}
 
 
-def _check_elementwise(optimizer: Optimizer, model: TrainedModel) -> None:
-    if type(optimizer) in ELEMENTWISE:
+def _checked(optimizer: Any) -> Optimizer:
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            "optimizer_fn did not return an optimizer",
+            why=f"it returned a {type(optimizer).__name__}",
+            hint="pass a torch.optim class, or a function that takes parameters and returns one of its objects",
+        )
+    return optimizer
+
+
+def _kind_of(
+    optimizer_fn: Callable[..., Optimizer],
+    parameters: Mapping[str, nn.Parameter],
+    param_groups: Callable[[str, nn.Parameter], Mapping[str, Any]] | None,
+    options: Mapping[str, Any],
+) -> tuple[type[Optimizer], Collection[str]]:
+    """The class of the optimizer, and the names of what it updates. A function must be called to know; its result is dropped."""
+    called: Any = optimizer_fn.func if isinstance(optimizer_fn, partial) else optimizer_fn
+    if isinstance(called, type) and issubclass(called, Optimizer):
+        return called, parameters.keys()
+    probe = optimizer_fn(_parameters(parameters, parameters, param_groups), **options)
+    return type(probe), set(_names(probe, parameters).values())
+
+
+def _check_kind(kind: type[Optimizer], model: TrainedModel, updated: Collection[str], is_elementwise: bool) -> None:
+    """Refuse optimizers that cannot work on what this rank has of the parameters they update."""
+    if is_elementwise:
         return
-    updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter, layout in model.cut_parameters():
-        if id(parameter) in updated:
+    for name, _, layout in model.cut_parameters():
+        if name in updated:
             raise ConfigError(
-                f"{type(optimizer).__name__} may need whole tensors, but {name!r} is split over ranks",
+                f"{kind.__name__} may need whole tensors, but {name!r} is split over ranks",
                 why=f"its layout is {layout}; only optimizers that treat every element by itself work on a piece",
                 hint="use one of torch.optim's elementwise optimizers, plan without splitting parameters, or pass "
                 "elementwise=True if an element's update depends on nothing but its own gradients",
             )
+    if model.settings.stage and issubclass(kind, torch.optim.LBFGS):
+        raise ConfigError(
+            f"{kind.__name__} cannot be split over ranks by ZeRO",
+            why="its update of a parameter depends on the gradients of all others",
+            hint="leave out use_zero, or use an optimizer that treats each parameter by itself",
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,14 +36,31 @@ class ProcessGroupTransport:
         _all_gather_single(result.view(-1), x, group=self.process_group)
 
     def reduce_scatter(self, x: Tensor, result: Tensor) -> None:
-        if x.device.type != "cpu":
-            _reduce_scatter_single(result, x.view(-1), group=self.process_group)
-            return
+        self.start_reduce_scatter(x.view(-1), [result.numel()] * x.size(0), result).wait()
+
+    def start_reduce_scatter(self, x: Tensor, sizes: list[int], result: Tensor) -> Work:
+        even = len(set(sizes)) == 1
+        if even and x.device.type != "cpu":
+            return _reduce_scatter_single(result, x, group=self.process_group, async_op=True)  # type: ignore[no-any-return]
         # Gloo's own is an all-reduce of everything. Exchanging the rows and adding here sends half as much, takes about half
         # the time, and sums in rank order.
-        rows = torch.empty_like(x)
-        dist.all_to_all_single(rows.view(-1), x.view(-1), group=self.process_group)
-        torch.sum(rows, 0, dtype=x.dtype, out=result)
+        rows = x.new_empty(len(sizes), result.numel())
+        work = dist.all_to_all_single(
+            rows.view(-1), x, [result.numel()] * len(sizes), sizes, group=self.process_group, async_op=True
+        )
+        return _AddingRows(work, rows, x, result)
+
+    def start_all_gather_(self, x: Tensor, sizes: list[int]) -> Work:
+        chunks = torch.split(x, sizes)
+        if len(set(sizes)) == 1:
+            mine = chunks[dist.get_rank(self.process_group)]
+            return _all_gather_single(x, mine, group=self.process_group, async_op=True)  # type: ignore[no-any-return]
+        works = [
+            dist.broadcast(chunk, group=self.process_group, group_src=index, async_op=True)
+            for index, chunk in enumerate(chunks)
+            if chunk.numel()
+        ]
+        return _All(works)
 
     def all_to_all(self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]) -> None:
         dist.all_to_all_single(result, x, receive_sizes, send_sizes, group=self.process_group)
@@ -59,6 +76,28 @@ class ProcessGroupTransport:
 
     def barrier(self) -> None:
         dist.barrier(group=self.process_group)
+
+
+class _AddingRows:
+    """Adds the rows that came from all members once they are there. It keeps the tensor that is being sent alive."""
+
+    def __init__(self, work: Any, rows: Tensor, sent: Tensor, result: Tensor) -> None:
+        self._work, self._rows, self._sent, self._result = work, rows, sent, result
+
+    def wait(self) -> None:
+        self._work.wait()
+        torch.sum(self._rows, 0, dtype=self._result.dtype, out=self._result)
+
+
+class _All:
+    """Several collectives under way."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 _NUM_TAGS = 2**30

@@ -19,10 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwright.runtime.bucket import Bucket, GradientSum, is_reduced, make_buckets, set_reduced
+from shardwright.runtime.bucket import Bucket
 from shardwright.runtime.errors import UsageError
-
-DEFAULT_BUCKET_CAP_MB = 25.0
 
 ReducerHook = Callable[["Reducer", Tensor], Any]
 """Called with the reducer and the flat gradients [elements] of one bucket, which it may change in place."""
@@ -33,17 +31,18 @@ Hooks = OrderedDict[int, ReducerHook]  # handles hold a weak reference to it, wh
 class Reducer:
     """Sums gradients over ranks, in buckets.
 
-    ``sums``: what to sum, in the order of the parameters; buckets are filled from its end, as backward does. ``divisor``:
-    the number of units where gradients are averaged over them, else 1.
+    ``buckets``: in the order in which backward is expected to fill them. ``divisor``: the number of units where gradients are
+    averaged over them, else 1. ``asynchronous``: buckets are summed while backward runs. ``frees_gradients``: they are summed
+    in backward in any case, and freed then.
     """
 
     def __init__(
-        self, sums: Sequence[GradientSum], *, divisor: int = 1, bucket_cap_mb: float | None = None, asynchronous: bool = False
+        self, buckets: Sequence[Bucket], *, divisor: int = 1, asynchronous: bool = False, frees_gradients: bool = False
     ) -> None:
-        cap_mb = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
-        self.buckets = make_buckets(list(reversed(sums)), cap_mb * 2**20)
+        self.buckets = buckets
         self.divisor = divisor
         self.asynchronous = asynchronous
+        self.frees_gradients = frees_gradients
         self.is_synced = False
         self._next = 0  # the first bucket that has not started
         self._holding = False
@@ -61,6 +60,16 @@ class Reducer:
     def parameters(self) -> Iterator[nn.Parameter]:
         """All parameters whose gradients are looked after, bucket by bucket."""
         return (member.parameter for bucket in self.buckets for member in bucket.members)
+
+    @property
+    def holders(self) -> list[Tensor]:
+        """Tensors whose ``grad``, together, are all reduced gradients, each element once."""
+        return [tensor for bucket in self.buckets for tensor in bucket.holders]
+
+    @property
+    def counted(self) -> list[Tensor]:
+        """Those holders that this rank counts where every distinct element is counted once."""
+        return [tensor for bucket in self.buckets for tensor in bucket.counted]
 
     def sync(self) -> None:
         """Sum every gradient that has not been summed since it was cleared. Collective; a second call does nothing.
@@ -92,22 +101,32 @@ class Reducer:
         finally:
             self._holding = previous
 
+    def end_round(self) -> None:
+        """After one of several backward passes: reduce and free what it has brought, where gradients are freed. Collective."""
+        if not self.frees_gradients:
+            return
+        for bucket in self.buckets:
+            if not bucket.is_local:
+                if not bucket.started:
+                    bucket.start(self._before)
+                bucket.end_round()
+        self._expect()
+
     def clear(self, set_to_none: bool = True) -> None:
         """Forget all gradients: the next backward begins anew."""
         self.reopen()
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                continue
-            if set_to_none:
-                parameter.grad = None
-            else:
-                parameter.grad.detach().zero_()
-                set_reduced(parameter.grad, False)
+        for bucket in self.buckets:
+            bucket.clear(set_to_none)
 
     def reopen(self) -> None:
         """Expect new gradients: after a step."""
-        self._finish_started()
+        if not self.is_synced:
+            for bucket in self.buckets:
+                bucket.wait()  # for sums under way that nobody asked for: their buffers must not be touched before
         self.is_synced = False
+        self._expect()
+
+    def _expect(self) -> None:
         self._next = 0
         for bucket in self.buckets:
             bucket.started = False
@@ -135,7 +154,7 @@ class Reducer:
         member = bucket.members[index]
 
         def arrive(parameter: Tensor) -> None:
-            if is_reduced(parameter.grad):
+            if bucket.has_reduced(index):
                 raise UsageError(
                     f"backward reached {member.name!r} after its gradient was synchronised",
                     why="each gradient is summed over the ranks once; adding to a sum would count it again",
@@ -143,7 +162,7 @@ class Reducer:
                 )
             if self.is_synced:  # the user cleared the gradients by other means than the optimizer's zero_grad
                 self.reopen()
-            if self.asynchronous and not self._holding:
+            if (self.asynchronous or self.frees_gradients) and not self._holding:
                 self._refuse_second_backward(bucket, index)
                 bucket.take(index)
                 bucket.arrived.add(index)
@@ -161,21 +180,19 @@ class Reducer:
                 return
             bucket.start(self._before)
             self._next += 1
+            # One bucket may be under way while the next one fills.
+            index = self._next - 2 if self.asynchronous else self._next - 1
+            if self.frees_gradients and index >= 0:
+                self.buckets[index].end_round()
 
     def _refuse_second_backward(self, bucket: Bucket, index: int) -> None:
         if bucket.started or index in bucket.arrived:
+            reason = "use_zero=2" if self.frees_gradients else "use_async_reducer"
             raise UsageError(
                 f"a second backward reached {bucket.members[index].name!r} before the step",
-                why="with use_async_reducer the first one already started to sum gradients over the ranks",
-                hint="run all backward passes but the last inside `with optimizer.no_sync():`, or leave out use_async_reducer",
+                why=f"with {reason} the first one already started to sum gradients over the ranks",
+                hint=f"run all backward passes but the last inside `with optimizer.no_sync():`, or leave out {reason}",
             )
-
-    def _finish_started(self) -> None:
-        """Wait for sums under way that nobody asked for: their buffers must not be touched before."""
-        if not self.is_synced:
-            for bucket in self.buckets:
-                if bucket.started:
-                    bucket.finish(self.divisor, self._after)
 
     def _before(self, gradients: Tensor) -> None:
         with torch.no_grad():

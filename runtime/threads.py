@@ -194,6 +194,16 @@ class ThreadTransport:
     def reduce_scatter(self, x: Tensor, result: Tensor) -> None:
         result.copy_(self._meet(f"reduce_scatter({_describe(x)})", x, lambda given: _reduce(given, "sum"))[self._index])
 
+    def start_reduce_scatter(self, x: Tensor, sizes: list[int], result: Tensor) -> Work:
+        what = f"reduce_scatter({_describe(x)} as {sizes})"
+        number, meeting = self._join(what, x, lambda given: torch.split(_reduce(given, "sum"), sizes))
+        return _ThreadWork(self._hub, meeting, self._index, number, result, lambda chunks: chunks[self._index])
+
+    def start_all_gather_(self, x: Tensor, sizes: list[int]) -> Work:
+        mine = torch.split(x, sizes)[self._index]
+        number, meeting = self._join(f"all_gather({_describe(x)} as {sizes})", mine, torch.cat)
+        return _ThreadWork(self._hub, meeting, self._index, number, x)
+
     def all_to_all(self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]) -> None:
         # Read after the sender has gone on: the communicator made x for this call and does not touch it again.
         table = self._meet(f"all_to_all({x.dtype})", torch.split(x, send_sizes), list)
@@ -227,14 +237,19 @@ class ThreadTransport:
         return self._hub.outcome(meeting, self._index, number)
 
 
+@dataclass(frozen=True, eq=False)
 class _ThreadWork:
-    """An all-reduce under way: joined, not yet waited for."""
+    """A collective under way: joined, not yet waited for. ``mine`` takes from its outcome what fills ``x``."""
 
-    def __init__(self, hub: Hub, meeting: _Meeting, index: int, number: int, x: Tensor) -> None:
-        self._hub, self._meeting, self._index, self._number, self._x = hub, meeting, index, number, x
+    hub: Hub
+    meeting: _Meeting
+    index: int
+    number: int
+    x: Tensor
+    mine: Callable[[Any], Tensor] = lambda outcome: outcome
 
     def wait(self) -> None:
-        self._x.copy_(self._hub.outcome(self._meeting, self._index, self._number))
+        self.x.copy_(self.mine(self.hub.outcome(self.meeting, self.index, self.number)))
 
 
 class ThreadMessages:

@@ -17,6 +17,7 @@ from shardwright.runtime.loader import load_class
 from shardwright.runtime.manifest import Manifest
 from shardwright.runtime.optimizer import build_optimizer
 from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.zero.gathering import gathered_gradients
 
 Samples = Sequence[Sequence[Mapping[str, Any]]]
 """Per unit, the inputs of every sample of a step; one sample where the module is no end2end module."""
@@ -100,7 +101,8 @@ def _train_rank(
         if step == 0:
             held.outputs = results
             stepper.sync_shard_grad()
-            held.gradients = {n: None if p.grad is None else p.grad.clone() for n, p in module.named_parameters()}
+            found = gathered_gradients(stepper._reducer.buckets)
+            held.gradients = {n: None if (grad := found.get(n)) is None else grad.clone() for n, _ in module.named_parameters()}
         stepper.step()
     held.parameters = {name: p.detach().clone() for name, p in module.named_parameters()}
     held.buffers = {name: b.clone() for name, b in module.named_buffers()}

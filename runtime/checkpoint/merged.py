@@ -19,6 +19,7 @@ from shardwright.runtime.checkpoint.optimizer_state import (
     is_like_parameter,
     listed,
     load_named_state,
+    sharded_state_error,
 )
 from shardwright.runtime.checkpoint.ordering import ordered_groups, reordered, united, united_groups
 from shardwright.runtime.checkpoint.regions import Region, copy_shared
@@ -55,6 +56,8 @@ def merge_state_dicts(
     module_state = _merge_modules([ranks[index] for index in order])
     if optimizer_state_dicts is None:
         return module_state, None
+    if any("param_shards" in group for state in optimizer_state_dicts for group in state["param_groups"]):
+        raise sharded_state_error()
     pairs = [(ranks[index], optimizer_state_dicts[index]) for index in order]
     return module_state, _merge_optimizers(pairs, tuple(module_state))
 

@@ -91,8 +91,10 @@ class NamedState:
 def group_names(optimizer: Optimizer, holdings: Holdings) -> list[tuple[str, ...]]:
     """The names of an optimizer's parameters, by group.
 
-    Raises :class:`CheckpointError` if one is not a parameter of the module.
+    Raises :class:`CheckpointError` if one is not a parameter of the module, or if its state is split over ranks.
     """
+    if getattr(optimizer, "shards", ()):
+        raise sharded_state_error()
     names = {id(holding.tensor): holding.name for holding in holdings.tensors}
     groups = []
     for group in optimizer.param_groups:
@@ -117,6 +119,15 @@ def load_named_state(optimizer: Optimizer, holdings: Holdings, state: NamedState
     names = group_names(optimizer, holdings)
     regrouped = state.regrouped(names)
     optimizer.load_state_dict(regrouped.to_state_dict(name for group in names for name in group))
+
+
+def sharded_state_error() -> CheckpointError:
+    """What is raised for the state of a distributed optimizer."""
+    return CheckpointError(
+        "the state of a distributed optimizer cannot be saved, merged or moved yet",
+        why="with use_zero each rank has the state of pieces of the parameters, and checkpoints know whole ones only",
+        hint="save optimizer.state_dict() of every rank for the same ranks, or train without use_zero",
+    )
 
 
 def is_like_parameter(name: str, key: str, value: Any, piece_shape: tuple[int, ...], is_cut: bool) -> bool | None:

@@ -88,11 +88,11 @@ REFUSALS = {
         "  why:   ZeRO splits optimizer state, and there is none\n"
         "  try:   leave out use_zero, or inference_only",
     ),
-    "zero is not there yet": (
-        {"use_zero": True},
-        "use_zero=True is not available yet\n"
-        "  why:   this version has no support for splitting the optimizer state over the units\n"
-        "  try:   leave out use_zero",
+    "stage 3 is not there yet": (
+        {"use_zero": 3},
+        "use_zero=3 is not available yet\n"
+        "  why:   this version has no support for splitting parameters over the units\n"
+        "  try:   use_zero=2 splits gradients and optimizer state",
     ),
     "constant folding is not there yet": (
         {"constant_folding": True},

@@ -5,10 +5,11 @@ import torch
 from mlp_files import make_batch, make_model, write_files
 from mlp_training import adamw
 
-from shardwright.runtime.bucket import GradientSum, make_buckets
+from shardwright.runtime.bucket import GradientSum, pack
 from shardwright.runtime.communicator import Communicator
 from shardwright.runtime.counters import CommunicationCounters
 from shardwright.runtime.errors import UsageError
+from shardwright.runtime.layout import Layout
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.optimizer import build_optimizer
 from shardwright.runtime.threads import run_ranks
@@ -31,12 +32,12 @@ def test_buckets_fill_in_order_and_never_mix():
     double, single = torch.float64, torch.float32
     sizes = [(a, 10, double), (b, 10, double), (a, 10, double), (a, 10, single), (a, 100, double)]
     sums = [
-        GradientSum(str(index), torch.nn.Parameter(torch.zeros(size, dtype=dtype)), group, size)
+        GradientSum(str(index), torch.nn.Parameter(torch.zeros(size, dtype=dtype)), group, size, Layout.whole((size,)))
         for index, (group, size, dtype) in enumerate(sizes)
     ]
-    buckets = [[member.name for member in bucket.members] for bucket in make_buckets(sums, 200)]
+    buckets = [[member.name for member in members] for members in pack(sums, 200)]
     assert buckets == [["1"], ["0", "2"], ["3"], ["4"]]
-    assert [[m.name for m in bucket.members] for bucket in make_buckets(sums, 1)] == [[str(i)] for i in range(5)]
+    assert [[m.name for m in members] for members in pack(sums, 1)] == [[str(i)] for i in range(5)]
 
 
 def test_gradients_are_views_of_the_buckets_and_are_reduced_in_one_call(files):

@@ -1,0 +1,53 @@
+"""Splits: which part of a bucket each rank of a group updates.
+
+The parameters of a bucket lie end to end in one flat buffer; rank ``i`` of the group updates the ``i``-th slice of it. For
+optimizers that treat every element by itself the slices are equal, whatever parameters they cut. Others update whole
+parameters: each is owned by one rank, the bucket holds them in the order of their owners, and slices differ in size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+
+def even_sizes(num_elements: int, num_ranks: int) -> list[int]:
+    """The sizes of equal slices that hold ``num_elements``; the last ones may reach beyond them."""
+    return [-(-num_elements // num_ranks)] * num_ranks
+
+
+def owned_sizes(sizes: Sequence[int], owners: Sequence[int], num_ranks: int) -> list[int]:
+    """The sizes of the slices of parameters of ``sizes``, which lie in the order of their ``owners``."""
+    assert list(owners) == sorted(owners), f"parameters of {list(owners)} do not lie in the order of their owners"
+    result = [0] * num_ranks
+    for size, owner in zip(sizes, owners, strict=True):
+        result[owner] += size
+    return result
+
+
+def balanced_owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """Who owns each of the parameters of ``sizes``: the largest first, each to the rank that has least so far.
+
+    No rank gets more than 4/3 of the best possible maximum (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969).
+    """
+    loads = [0] * num_ranks
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owner = min(range(num_ranks), key=loads.__getitem__)
+        owners[index] = owner
+        loads[owner] += sizes[index]
+    return owners
+
+
+def pieces(sizes: Sequence[int], slice_sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """By parameter, then by rank: ``(start, stop)`` within the flat parameter of what lies in the rank's slice."""
+    bounds = [0, *itertools.accumulate(slice_sizes)]
+    starts = [0, *itertools.accumulate(sizes)]
+    result = []
+    for start, size in zip(starts, sizes, strict=False):
+        row = []
+        for low, high in itertools.pairwise(bounds):
+            first = min(max(low - start, 0), size)
+            row.append((first, min(max(high - start, first), size)))
+        result.append(row)
+    return result

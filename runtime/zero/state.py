@@ -1,0 +1,76 @@
+"""Masters in an optimizer's state dict: the copies of low-precision parameters that the optimizer updates in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from shardwright.runtime.errors import CheckpointError
+from shardwright.runtime.zero.shards import ParameterShard
+
+if TYPE_CHECKING:
+    from shardwright.runtime.optimizer import ParallelOptimizer
+
+MASTER = "master"
+"""The key of a parameter's master beside the optimizer's own state of it."""
+
+StateDict = dict[str, Any]
+
+
+def with_masters(state_dict: StateDict, optimizer: ParallelOptimizer) -> StateDict:
+    """An optimizer's state dict with the masters of its shards."""
+    state = dict(state_dict["state"])
+    for number, shard in _masters(optimizer):
+        state[number] = {**state.get(number, {}), MASTER: shard.tensor.detach()}
+    return {**state_dict, "state": state}
+
+
+def without_masters(state_dict: Mapping[str, Any], optimizer: ParallelOptimizer) -> StateDict:
+    """What the optimizer itself loads.
+
+    Raises :class:`CheckpointError` if the state is of other shards than the optimizer's.
+    """
+    for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):
+        there, here = saved.get("param_shards"), group.get("param_shards")
+        if there != here and len(saved["params"]) == len(group["params"]):
+            raise CheckpointError(
+                "the optimizer state is of other shards of the parameters",
+                why=_first_difference(group["param_names"], there, here),
+                hint="load it on the rank that saved it, under the same plan, number of units and options of use_zero",
+            )
+    masters = {number for number, _ in _masters(optimizer)}
+    state = {
+        number: {key: value for key, value in values.items() if key != MASTER} if number in masters else values
+        for number, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": {number: values for number, values in state.items() if values or number not in masters}}
+
+
+def load_masters(state_dict: Mapping[str, Any], optimizer: ParallelOptimizer) -> None:
+    """Give the shards the masters of ``state_dict``; those that it lacks are the parameters as they are."""
+    for number, shard in _masters(optimizer):
+        master = state_dict["state"].get(number, {}).get(MASTER)
+        if isinstance(master, Tensor):
+            shard.tensor.detach().copy_(master)
+        else:
+            shard.read()
+
+
+def _masters(optimizer: ParallelOptimizer) -> Iterator[tuple[int, ParameterShard]]:
+    """The shards that are no views, with the numbers of their tensors in a state dict."""
+    shards = {id(shard.tensor): shard for shard in optimizer.shards if not shard.is_view and shard.num_elements}
+    tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
+    for number, tensor in enumerate(tensors):
+        if id(tensor) in shards:
+            yield number, shards[id(tensor)]
+
+
+def _first_difference(names: list[str], there: list[Any] | None, here: list[Any] | None) -> str:
+    nothing = [None] * len(names)
+    for name, saved, own in zip(names, there or nothing, here or nothing, strict=True):
+        if saved != own:
+            texts = ["all of it" if found is None else "elements {} to {}".format(*found) for found in (saved, own)]
+            return f"of {name!r} it is for {texts[0]}, here it is {texts[1]}"
+    raise AssertionError("there is no difference")

@@ -67,7 +67,7 @@ def pass_manager(**options: Any) -> PassManager:
             IRGraph: print_graph,
             PlannableGraph: print_graph,
             Program: print_program,
-            PipelineProgram: lambda program: "\n\n".join(map(print_program, program.programs)),
+            PipelineProgram: lambda program: "\n\n".join(print_program(p) for body in program.bodies for p in body.programs),
         },
         **options,
     )

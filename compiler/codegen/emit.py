@@ -248,7 +248,7 @@ class Writer:
 
     def _body(self, program: Program) -> list[str]:
         """The lines of one forward body, indented below its header."""
-        self._used_symbols = _used_symbols(program)
+        self._used_symbols = used_symbols(program)
         scope = Scope(self._reserved(program))
         for argument in self._arguments.values():
             scope.reserve(argument)
@@ -476,7 +476,8 @@ def axis_lines(lines: Iterable[Line], axes: tuple[str, ...]) -> list[Line]:
     return [Line(f'{axis} = self.axis("{axis}")') for axis in axes if axis in names]
 
 
-def _used_symbols(program: Program) -> set[str]:
+def used_symbols(program: Program) -> set[str]:
+    """The names of dynamic sizes that the body speaks of."""
     used: set[str] = set()
     for instruction in program.body:
         if isinstance(instruction, Adapt):

@@ -9,17 +9,18 @@ from typing import Any
 import torch
 
 from shardwright.compiler.codegen.comments import legend
-from shardwright.compiler.codegen.emit import Origin, Writer, axis_lines, sample_arguments, template_named
+from shardwright.compiler.codegen.emit import Origin, Writer, axis_lines, sample_arguments, template_named, used_symbols
 from shardwright.compiler.codegen.imports import sorted_imports
 from shardwright.compiler.codegen.names import Scope
-from shardwright.compiler.codegen.text import Line, layout_lines, wrap
+from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, wrap
 from shardwright.compiler.ir.graph import Tree
+from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.plan.pipeline import Crossing, PipelineProgram
-from shardwright.compiler.plan.program import Declaration, Program
-from shardwright.compiler.plan.transfer import Box, pieces
+from shardwright.compiler.plan.program import Program
 from shardwright.compiler.schedule.schedule import Schedule
-from shardwright.runtime.layout import Mesh
+from shardwright.runtime.layout import Atom, Layout, Mesh, merge_atoms
+from shardwright.runtime.transfer import Box, end_of
 
 PIPELINE_IMPORTS = (
     "from shardwright.runtime.layout import Mesh",
@@ -60,7 +61,7 @@ def emit_pipeline(
                 name: wrap_actions(" ".join(map(str, schedule.actions[positions[rank]])))
                 for name, schedule in (("train", train), ("infer", infer))
             },
-            segments=[_segment(program, index, rank) for index in own],
+            segments={body: [_segment(p, index, rank) for index in own] for body, p in _named_bodies(program)},
             seed=seed,
             rng=rng,
         )
@@ -93,13 +94,14 @@ class _PipelineWriter(Writer):
 
     def _programs(self) -> list[Program]:
         assert self.pipeline is not None
-        return [self.pipeline.programs[index] for index in self.own]
+        return [body.programs[index] for body in self.pipeline.bodies for index in self.own]
 
     def fields(self, origin: Origin) -> dict[str, Any]:
         assert self.pipeline is not None
         program, plan = self.pipeline, self.pipeline.plan
-        bodies = [self._stage_lines(index) for index in self.own]
-        output = self._output_lines(program.graph.output)
+        named = _named_bodies(program)
+        bodies = [self._stage_lines(p, index, f"stage{index}{body}") for body, p in named for index in self.own]
+        outputs = {f"output{body}": self._output_lines(p.graph.output) for body, p in named}
         self.imports |= set(PIPELINE_IMPORTS)
         dims = program.graph.dims
         return {
@@ -111,11 +113,13 @@ class _PipelineWriter(Writer):
             "class_name": program.graph.name,
             "inputs": self._whole_inputs(),
             "arguments": tuple_text(f'"{name}"' for name in sample_arguments(program.graph)),
-            "output_stages": self._output_stages(),
+            "sizes": tuple_text(f'"{symbol}"' for symbol in _symbols(program)) if _symbols(program) else "",
+            "size_methods": [lines for body, p in named for lines in self._size_methods(p, body)],
+            "output_stages": {body: _output_stages(p) for body, p in named},
             "shared": sorted(program.shared.items()),
             "declarations": self._declarations(),
             "bodies": bodies,
-            "output": output,
+            "outputs": outputs,
             "methods": [method.lines for method in self.methods.values()],
             "imports": sorted_imports(self.imports | {"import torch"}),
             "dims": legend(dims, self.program) if dims else "",
@@ -126,10 +130,12 @@ class _PipelineWriter(Writer):
         assert self.pipeline is not None
         return self._inputs_of(self.pipeline.graph)
 
-    def _stage_lines(self, index: int) -> list[str]:
-        assert self.pipeline is not None
-        program, stage = self.pipeline.programs[index], self.pipeline.stages[index]
+    def _stage_lines(self, pipeline: PipelineProgram, index: int, name: str) -> list[str]:
+        program, stage = pipeline.programs[index], pipeline.stages[index]
         scope = Scope(self._reserved(program))
+        symbols = _symbols_of(pipeline, index)
+        for symbol in symbols:
+            scope.reserve(symbol)
         arguments = []
         for value in (*stage.reads, *(value for value, _ in stage.receives)):
             scope.define(value)
@@ -138,31 +144,77 @@ class _PipelineWriter(Writer):
         leaves = [value for _, value in program.output.leaves()]
         results = ", ".join(self._output(Tree("leaf", value), scope) for value in leaves)
         body.append(Line(f"return ({results}{',' if len(leaves) == 1 else ''})"))
-        head = [f"    {line}" for line in wrap(f"def stage{index}({', '.join(['self', *arguments])}):", 124)]
+        words = ["self", *arguments, *(["*", *symbols] if symbols else [])]
+        head = [f"    {line}" for line in wrap(f"def {name}({', '.join(words)}):", 124)]
         return [*head, *layout_lines([*axis_lines(body, program.plan.mesh.names), *body], 8)]
+
+    def _size_methods(self, program: PipelineProgram, ending: str) -> list[list[str]]:
+        """``layouts`` and ``output_shapes``: what depends on the sizes of a sample, where these vary."""
+        symbols = _symbols(program)
+        if not symbols:
+            return []
+        arguments = ", ".join(["self", *symbols])
+        layouts = [f"    def layouts{ending}({arguments}):"]
+        for text in map(to_python, program.graph.conditions):
+            layouts.append(f'        self.require({text}, "{text}")')
+            self.imports |= {"import math"} if "math." in text else set()
+        layouts.append("        return {")
+        for crossing in program.crossings:
+            if {crossing.source, crossing.target} & set(self.own):
+                ends = f"({_layout_source(crossing.sent.layout)}, {_layout_source(crossing.received.layout)})"
+                key = f'("{crossing.value.name}", {crossing.source}, {crossing.target})'
+                layouts += [f"            {line}" for line in wrap(f"{key}: {ends},", WIDTH - 12)]
+        shapes = [f"    def output_shapes{ending}({arguments}):", "        return {"]
+        for path, _, shape, _ in _output_stages(program):
+            shapes.append(f'            "{path}": {tuple_text(map(to_python, shape))},')
+        return [[*layouts, "        }"], [*shapes, "        }"]]
 
     def _output_lines(self, tree: Tree) -> list[str]:
         """The body of ``output``: the result structure over its leaves by path."""
         text = self._output(_by_path(tree, ""), _Leaves(set()))
         return layout_lines([Line(f"return {text}")], 8)
 
-    def _output_stages(self) -> list[tuple[str, int, tuple[Any, ...], str]]:
-        assert self.pipeline is not None
-        rows = []
-        for stage in self.pipeline.stages:
-            for path, value in stage.outputs:
-                rows.append((path, stage.index, tuple(value.shape), str(value.dtype)))
-        order = {path: i for i, (path, _) in enumerate(self.pipeline.graph.output.leaves())}
-        return sorted(rows, key=lambda row: order[row[0]])
-
     def _declarations(self) -> list[str]:
         assert self.pipeline is not None
-        held: dict[str, Declaration] = {}
-        for index in self.own:
-            for declaration in self.pipeline.programs[index].declarations:
-                held.setdefault(declaration.value.name, declaration)
-        order = {value.name: i for i, value in enumerate(self.pipeline.graph.sources)}
-        return self._declaration_lines(sorted(held.values(), key=lambda d: order[d.value.name]))
+        return self._declaration_lines(self.pipeline.declarations_of(self.own))
+
+
+def _named_bodies(program: PipelineProgram) -> list[tuple[str, PipelineProgram]]:
+    """What is run in training, and in evaluation if that is something else, with the ending of its names."""
+    return list(zip(("", "_eval"), program.bodies, strict=False))
+
+
+def _symbols(program: PipelineProgram) -> tuple[str, ...]:
+    """The names of the sizes that vary between samples."""
+    return tuple(dict.fromkeys(dim.symbol for dim in program.graph.dynamic_dims))
+
+
+def _symbols_of(program: PipelineProgram, stage: int) -> tuple[str, ...]:
+    """Those of them that the code of a stage speaks of."""
+    used = used_symbols(program.programs[stage])
+    return tuple(symbol for symbol in _symbols(program) if symbol in used)
+
+
+def _layout_source(layout: Layout) -> str:
+    """The text of a layout as source, with expressions for sizes that vary."""
+
+    def atom_text(atom: Atom) -> str:
+        sizes = (str(size) if isinstance(size, int) else f"{{{to_python(size)}}}" for size in atom.segments)
+        return "/".join(["+".join(sizes), *atom.axes])
+
+    dims = ", ".join(" * ".join(map(atom_text, merge_atoms(dim))) for dim in layout.dims)
+    return f'f"[{dims}]"' if "{" in dims else f'"[{dims}]"'
+
+
+def _output_stages(program: PipelineProgram) -> list[tuple[str, int, tuple[Any, ...], str]]:
+    """The results that all ranks get: path, stage that makes it, shape and dtype. A sharded one stays where it is made."""
+    rows = []
+    for stage in program.stages:
+        for path, value in stage.outputs:
+            if program.plan.outputs.get(path, "whole") == "whole":
+                rows.append((path, stage.index, tuple(value.shape), str(value.dtype)))
+    order = {path: i for i, (path, _) in enumerate(program.graph.output.leaves())}
+    return sorted(rows, key=lambda row: order[row[0]])
 
 
 class _Leaves(Scope):
@@ -196,12 +248,15 @@ def _segment(program: PipelineProgram, index: int, rank: int) -> dict[str, Any]:
     """One stage of a rank as the template writes it."""
     stage = program.stages[index]
     names = {value.name: path for path, value in _input_paths(program)}
+    symbols = _symbols_of(program, index)
+    varies = bool(_symbols(program))
     return {
         "stage": index,
         "reads": tuple_text(f'"{names[value.name]}"' for value in stage.reads),
-        "receives": [_transfer(_crossing(program, v, s, index), rank, arriving=True) for v, s in stage.receives],
-        "sends": [_transfer(_crossing(program, v, index, t), rank, arriving=False) for v, t in stage.sends],
+        "receives": [_transfer(_crossing(program, v, s, index), rank, arriving=True, varies=varies) for v, s in stage.receives],
+        "sends": [_transfer(_crossing(program, v, index, t), rank, arriving=False, varies=varies) for v, t in stage.sends],
         "outputs": tuple_text(f'"{path}"' for path, _ in stage.outputs),
+        "sizes": tuple_text(f'"{symbol}"' for symbol in symbols) if symbols else "",
     }
 
 
@@ -218,28 +273,21 @@ def _crossing(program: PipelineProgram, value: IRValue, source: int, target: int
     return next(c for c in program.crossings if c.value.name == value.name and c.source == source and c.target == target)
 
 
-def _transfer(crossing: Crossing, rank: int, *, arriving: bool) -> list[str]:
-    """The source of a :class:`Transfer` as one rank sees it."""
-    forward, backward = pieces(crossing.sent, crossing.received), pieces(crossing.received, crossing.sent)
-    mine = crossing.received if arriving else crossing.sent
-    local = mine.layout.local_shape(mine.mesh, mine.mesh.coords(mine.ranks.index(rank)))
-    if arriving:
-        incoming = [(sender, there) for (sender, receiver), boxes in forward.items() if receiver == rank for _, there in boxes]
-        outgoing = [(receiver, here) for (sender, receiver), boxes in backward.items() if sender == rank for here, _ in boxes]
-    else:
-        incoming = [(receiver, here) for (sender, receiver), boxes in forward.items() if sender == rank for here, _ in boxes]
-        outgoing = [(sender, there) for (sender, receiver), boxes in backward.items() if receiver == rank for _, there in boxes]
+def _transfer(crossing: Crossing, rank: int, *, arriving: bool, varies: bool) -> list[str]:
+    """The source of a :class:`Transfer` as one rank sees it; where sizes vary, ``layouts`` has the rest."""
     words = [
         f'"{crossing.value.name}"',
         f"stage={crossing.source if arriving else crossing.target}",
-        f"shape={local}",
         f"dtype={crossing.value.dtype}",
         f"differentiable={crossing.value.requires_grad}",
-        f"pieces={_boxes(incoming)}",
-        f"grad_pieces={_boxes(outgoing if crossing.value.requires_grad else [])}",
     ]
+    if not varies:
+        gradient = crossing.value.requires_grad
+        end = end_of(crossing.sent, crossing.received, rank, arriving=arriving, differentiable=gradient)
+        words[2:2] = [f"shape={end.shape}"]
+        words += [f"pieces={_boxes(end.pieces)}", f"grad_pieces={_boxes(end.grad_pieces)}"]
     return wrap(f"Transfer({', '.join(words)}),", 104)
 
 
-def _boxes(items: list[tuple[int, Box]]) -> str:
+def _boxes(items: Iterable[tuple[int, Box]]) -> str:
     return tuple_text(f"({peer}, {box})" for peer, box in items)

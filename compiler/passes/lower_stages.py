@@ -6,28 +6,54 @@ can send home exactly what its counterpart needs.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ir.size import Size, symbol
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.strategy import layouts
+from shardwright.compiler.passes.eval_stages import stage_of_eval_ops
 from shardwright.compiler.passes.lower import drop_outputs, lower
-from shardwright.compiler.passes.stages import split_stages
+from shardwright.compiler.passes.stages import place_unused, split_stages, stage_of_ops, weights_used
 from shardwright.compiler.passes.verify_program import verify_program
 from shardwright.compiler.plan.check import check_strategies
 from shardwright.compiler.plan.pipeline import Crossing, PipelineProgram, StageGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Program
-from shardwright.compiler.plan.transfer import Holding, pieces
 from shardwright.runtime.errors import InternalError, PlanError
 from shardwright.runtime.layout import Layout
+from shardwright.runtime.transfer import Holding, pieces
 
 
 def lower_stages(graph: IRGraph, plan: Plan) -> PipelineProgram:
     """The programs of all stages. Raises :class:`PlanError` for a plan whose stages do not fit the graph."""
     check_stages(graph, plan)
+    num_stages = len(plan.stages)
     graph = drop_outputs(graph, plan)
-    stages = split_stages(graph, plan)
+    stages = stage_of_ops(graph, plan)
+    cut = split_stages(graph, stages, num_stages)
+    body = None if graph.eval_graph is None else drop_outputs(graph.eval_graph, plan)
+    eval_cut = () if body is None else split_stages(body, stage_of_eval_ops(graph, stages, body), num_stages)
+    cut = place_unused(graph, cut, weights_used((*cut, *eval_cut)))
+    _check_updated_buffers((*cut, *eval_cut))
+    program = _lower_body(graph, plan, cut)
+    if body is not None:
+        stored = {d.value.fqn: d.layout for d in program.declarations if d.value.fqn is not None}
+        program = replace(program, eval_program=_lower_body(body, replace(plan, stored={**plan.stored, **stored}), eval_cut))
+    holders: dict[str, set[int]] = {}
+    for stage in (*cut, *eval_cut):
+        for value in stage.graph.parameters:
+            assert value.fqn is not None
+            holders.setdefault(value.fqn, set()).add(stage.index)
+    shared = {fqn: tuple(sorted(indices)) for fqn, indices in holders.items() if len(indices) > 1}
+    _check_shared(shared, plan)
+    return replace(program, shared=shared)
+
+
+def _lower_body(graph: IRGraph, plan: Plan, stages: tuple[StageGraph, ...]) -> PipelineProgram:
+    """The programs of the stages of training, or of evaluation."""
     made: dict[str, Layout] = {}
     for stage in stages:
         check_strategies(stage.graph, replace(plan, mesh=plan.stages[stage.index].mesh))
@@ -37,19 +63,14 @@ def lower_stages(graph: IRGraph, plan: Plan) -> PipelineProgram:
             made.update({value.name: _whole_gradients(layout) for value, layout in zip(op.results, found, strict=True)})
     crossings = [_crossing(value, source, stage, made, plan) for stage in stages for value, source in stage.receives]
     stored = dict(plan.stored)
-    holders: dict[str, list[int]] = {}
     programs = []
     for stage in stages:
         program = _lower_stage(stage, replace(plan, stored=stored), crossings)
         programs.append(program)
         for declaration in program.declarations:
-            fqn = declaration.value.fqn
-            if fqn is not None and declaration.value in stage.graph.parameters:
-                holders.setdefault(fqn, []).append(stage.index)
-                stored.setdefault(fqn, declaration.layout)
-    shared = {fqn: tuple(indices) for fqn, indices in holders.items() if len(indices) > 1}
-    _check_shared(shared, plan)
-    return PipelineProgram(graph, plan, stages, tuple(programs), tuple(crossings), shared)
+            if declaration.value.fqn is not None and declaration.value in stage.graph.parameters:
+                stored.setdefault(declaration.value.fqn, declaration.layout)
+    return PipelineProgram(graph, plan, stages, tuple(programs), tuple(crossings), {})
 
 
 def check_stages(graph: IRGraph, plan: Plan) -> None:
@@ -58,17 +79,6 @@ def check_stages(graph: IRGraph, plan: Plan) -> None:
         raise PlanError(
             f"the plan has {len(plan.stages)} stages, but the graph has only {len(graph.ops)} operators",
             hint="ask for fewer stages",
-        )
-    if graph.dynamic_dims:
-        raise PlanError(
-            "a pipeline needs samples of one size",
-            why=f"dynamic dims: {', '.join(sorted({d.symbol for d in graph.dynamic_dims}))}",
-            hint="leave ComputeConfig.dynamic_dims empty, and pad the samples",
-        )
-    if graph.eval_graph is not None:
-        raise PlanError(
-            "the model computes something else in evaluation than in training, and a pipeline has one body",
-            hint="let both modes run the same operators, or use a policy without stages",
         )
     meshes: dict[tuple[int, ...], int] = {}
     taken: dict[int, tuple[int, ...]] = {}
@@ -85,10 +95,15 @@ def check_stages(graph: IRGraph, plan: Plan) -> None:
 
 def verify_pipeline(program: PipelineProgram) -> None:
     """Every stage holds the invariant, and every crossing delivers each element of each piece exactly once, both ways."""
+    if program.eval_program is not None:
+        verify_pipeline(program.eval_program)
     for stage in program.programs:
         verify_program(stage)
-    for crossing in program.crossings:
-        for source, target in ((crossing.sent, crossing.received), (crossing.received, crossing.sent)):
+    symbols = sorted({dim.symbol for dim in program.graph.dynamic_dims})
+    examples = [dict(zip(symbols, itertools.count(first), strict=False)) for first in ((2, 5, 12) if symbols else (0,))]
+    for crossing, sizes in itertools.product(program.crossings, examples):
+        sent, received = (replace(end, layout=_at(end.layout, sizes)) for end in (crossing.sent, crossing.received))
+        for source, target in ((sent, received), (received, sent)):
             if source.layout.partial or source.layout.grad_partial:
                 raise InternalError(f"{crossing.value.name} crosses stages as {source.layout}")
             arrived = dict.fromkeys(target.ranks, 0)
@@ -98,6 +113,18 @@ def verify_pipeline(program: PipelineProgram) -> None:
                 wanted = target.layout.local_shape(target.mesh, target.mesh.coords(index))
                 if arrived[rank] != _volume(tuple((0, n) for n in wanted)):
                     raise InternalError(f"rank {rank} does not get all of {crossing.value.name}")
+
+
+def _at(layout: Layout, sizes: Mapping[str, int]) -> Layout:
+    """The layout with numbers for its dynamic sizes."""
+
+    def number(size: Size) -> int:
+        return size if isinstance(size, int) else int(size.subs({symbol(name): value for name, value in sizes.items()}))
+
+    return replace(
+        layout,
+        dims=tuple(tuple(replace(atom, segments=tuple(map(number, atom.segments))) for atom in dim) for dim in layout.dims),
+    )
 
 
 def _volume(box: tuple[tuple[int, int], ...]) -> int:
@@ -134,6 +161,25 @@ def _crossing(value: IRValue, source: int, stage: StageGraph, made: dict[str, La
 
 def _whole_gradients(layout: Layout) -> Layout:
     return replace(layout, partial=(), grad_partial=())
+
+
+def _check_updated_buffers(stages: Sequence[StageGraph]) -> None:
+    """A buffer that changes has one home: copies in other stages would keep their old values."""
+    holders: dict[str, set[int]] = {}
+    updated: dict[str, int] = {}
+    for stage in stages:
+        for value in stage.graph.buffers:
+            holders.setdefault(value.name, set()).add(stage.index)
+        updated |= {before.name: stage.index for before, _ in stage.graph.buffer_updates}
+    for stage in stages:
+        for value in stage.graph.buffers:
+            if value.name in updated and len(holders[value.name]) > 1:
+                raise PlanError(
+                    f"buffer {value.fqn} is updated in stage {updated[value.name]} "
+                    f"and used in stages {', '.join(map(str, sorted(holders[value.name])))}",
+                    why="stages run several microbatches at a time, so that no stage would see the values in their order",
+                    hint="begin the stages where all uses of the module are in one",
+                )
 
 
 def _check_shared(shared: dict[str, tuple[int, ...]], plan: Plan) -> None:

@@ -18,13 +18,19 @@ def schedule_of(program: PipelineProgram) -> Schedule:
     Raises :class:`PlanError` for actions that are incomplete, on the wrong rank, or wait for each other in a circle.
     """
     schedule = planned_schedule(program.plan)
+    for body in program.bodies:
+        validate(schedule, _dataflow(body, schedule.num_stages))
+    return schedule
+
+
+def _dataflow(program: PipelineProgram, num_stages: int) -> Dataflow:
+    """What crosses between the stages of one body."""
     pairs = {(crossing.source, crossing.target) for crossing in program.crossings}
     with_gradient = {(c.source, c.target) for c in program.crossings if c.value.requires_grad}
     consumers: dict[int, list[int]] = {}
     for source, target in sorted(pairs):
         consumers.setdefault(source, []).append(target)
-    validate(schedule, Dataflow.of(schedule.num_stages, consumers, pairs - with_gradient))
-    return schedule
+    return Dataflow.of(num_stages, consumers, pairs - with_gradient)
 
 
 def planned_schedule(plan: Plan) -> Schedule:

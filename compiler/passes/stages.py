@@ -7,6 +7,7 @@ needed. Any other value that a later stage needs is sent there by the stage that
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 
 from shardwright.compiler.ir.graph import IRGraph, Tree
@@ -66,12 +67,11 @@ def from_nothing(graph: IRGraph) -> set[str]:
     return found
 
 
-def split_stages(graph: IRGraph, plan: Plan) -> tuple[StageGraph, ...]:
-    """The graph cut at the stages of the plan. Unneeded outputs have been dropped before."""
-    stages = stage_of_ops(graph, plan)
+def split_stages(graph: IRGraph, stages: Mapping[str, int], num_stages: int) -> tuple[StageGraph, ...]:
+    """The graph cut as ``stages`` tells of every operator. Unneeded outputs have been dropped before."""
     free = from_nothing(graph)
     made_in = {value.name: stages[op.name] for op in graph.ops if op.name not in free for value in op.results}
-    outputs = _outputs(graph, made_in, len(plan.stages))
+    outputs = _outputs(graph, made_in, num_stages)
     updates = _buffer_updates(graph, made_in)
     needed_in: dict[tuple[str, int], IRValue] = {}  # (value, stage) where it is read but not made
     for op in graph.ops:
@@ -80,14 +80,14 @@ def split_stages(graph: IRGraph, plan: Plan) -> tuple[StageGraph, ...]:
             if op.name not in free and home is not None and home != stages[op.name]:
                 needed_in.setdefault((value.name, stages[op.name]), value)
     result = []
-    for index in range(len(plan.stages)):
+    for index in range(num_stages):
         own = [op for op in graph.ops if stages[op.name] == index and op.name not in free]
         wanted = {v.name for op in own for v in op.operands} | {v.name for _, v in outputs[index]}
         ops = _with_free(graph, own, free, wanted)
         receives = tuple((value, made_in[name]) for (name, stage), value in needed_in.items() if stage == index)
         sends = tuple((value, stage) for (name, stage), value in needed_in.items() if made_in[name] == index)
         result.append(_stage_graph(graph, index, ops, receives, sends, outputs[index], updates.get(index, ())))
-    return _place_unused(graph, tuple(result))
+    return tuple(result)
 
 
 def _outputs(graph: IRGraph, made_in: dict[str, int], num_stages: int) -> dict[int, list[tuple[str, IRValue]]]:
@@ -146,9 +146,13 @@ def _stage_graph(
     return StageGraph(index, sub, reads, receives, sends, tuple(outputs))
 
 
-def _place_unused(graph: IRGraph, stages: tuple[StageGraph, ...]) -> tuple[StageGraph, ...]:
-    """Weights that nothing uses live in the first stage, so that every checkpoint is complete."""
-    used = {value.name for stage in stages for value in (*stage.graph.parameters, *stage.graph.buffers)}
+def weights_used(stages: Iterable[StageGraph]) -> set[str]:
+    """The names of the parameters and buffers that these stages hold."""
+    return {value.name for stage in stages for value in (*stage.graph.parameters, *stage.graph.buffers)}
+
+
+def place_unused(graph: IRGraph, stages: tuple[StageGraph, ...], used: Set[str]) -> tuple[StageGraph, ...]:
+    """Weights that are not ``used`` live in the first stage, so that every checkpoint is complete."""
     first = stages[0].graph
     parameters = tuple(v for v in graph.parameters if v.name not in used or v in first.parameters)
     buffers = tuple(v for v in graph.buffers if v.name not in used or v in first.buffers)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Declaration, Program
-from shardwright.compiler.plan.transfer import Holding
+from shardwright.runtime.transfer import Holding
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,11 @@ class Crossing:
 
 @dataclass(frozen=True)
 class PipelineProgram:
-    """``programs[k]`` is the program of ``stages[k]``; ``shared``: FQN to the stages that hold a parameter, if several do."""
+    """``programs[k]`` is the program of ``stages[k]``; ``shared``: FQN to the stages that hold a parameter, if several do.
+
+    ``eval_program``: the same for evaluation, where the model runs other operators then. Its stages are on the ranks of the
+    training ones; ``shared`` speaks of both.
+    """
 
     graph: IRGraph
     plan: Plan
@@ -49,15 +55,26 @@ class PipelineProgram:
     programs: tuple[Program, ...]
     crossings: tuple[Crossing, ...]
     shared: dict[str, tuple[int, ...]]
+    eval_program: PipelineProgram | None = None
+
+    @property
+    def bodies(self) -> tuple[PipelineProgram, ...]:
+        """The program of training, and that of evaluation if it is another one."""
+        return (self,) if self.eval_program is None else (self, self.eval_program)
 
     @property
     def declarations(self) -> tuple[Declaration, ...]:
         """Every tensor once, by the first stage that holds it, in the order of the graph."""
+        return self.declarations_of(range(len(self.stages)))
+
+    def declarations_of(self, stages: Iterable[int]) -> tuple[Declaration, ...]:
+        """The tensors of some stages, each once, in the order of the graph; those only evaluation has come last."""
         found: dict[str, Declaration] = {}
-        for program in self.programs:
-            for declaration in program.declarations:
+        for body, stage in itertools.product(self.bodies, stages):
+            for declaration in body.programs[stage].declarations:
                 found.setdefault(declaration.value.name, declaration)
-        order = {value.name: index for index, value in enumerate(self.graph.sources)}
+        sources = dict.fromkeys(value.name for body in self.bodies for value in body.graph.sources)
+        order = {name: index for index, name in enumerate(sources)}
         return tuple(sorted(found.values(), key=lambda d: order[d.value.name]))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

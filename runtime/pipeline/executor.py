@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardwright.runtime.pipeline.backward import SplitBackward
-from shardwright.runtime.pipeline.segment import Segment, Transfer
+from shardwright.runtime.pipeline.segment import Transfer
 from shardwright.runtime.pipeline.transfers import Exchange, Routes
 from shardwright.runtime.recompute import num_recomputed
 from shardwright.runtime.reducer import Reducer
@@ -82,7 +82,8 @@ class Step:
 
 
 class Executor:
-    """Runs one step of a rank. ``actions``: of this rank, without those that are left out; ``exchange``: for the same step.
+    """Runs one step of a rank. ``actions``: of this rank, without those that are left out; ``exchange``: for the same step;
+    ``routes``: of each microbatch.
 
     ``linked``: pairs of stages of this rank that hold a parameter in common.
     """
@@ -90,15 +91,13 @@ class Executor:
     def __init__(
         self,
         runner: StageRunner,
-        segments: Mapping[int, Segment],
         actions: Sequence[ScheduleAction],
         exchange: Exchange,
-        routes: Routes,
+        routes: Sequence[Routes],
         linked: Sequence[tuple[int, int]] = (),
     ) -> None:
-        self.in_flight = InFlight(list(segments))
+        self.in_flight = InFlight(list(routes[0].segments))
         self._runner = runner
-        self._segments = segments
         self._actions = actions
         self._exchange = exchange
         self._routes = routes
@@ -129,11 +128,12 @@ class Executor:
         return step.results
 
     def _forward(self, action: ScheduleAction, step: Step) -> None:
-        segment, microbatch = self._segments[action.stage], action.microbatch
+        microbatch = action.microbatch
+        segment = self._routes[microbatch].segments[action.stage]
         trains = step.reducer is not None and not step.dummies[microbatch]
         received = [
             (transfer, self._exchange.receive(arrival, transfer).detach().requires_grad_(trains and transfer.differentiable))
-            for arrival, transfer in self._routes.needs(action)
+            for arrival, transfer in self._routes[microbatch].needs(action)
         ]
         arguments = [*(step.samples[microbatch][path] for path in segment.reads), *(x for _, x in received)]
         regions = num_recomputed()
@@ -183,7 +183,7 @@ class Executor:
         """Where gradients come into the graph of a forward."""
         roots = []
         edges = {(transfer.name, transfer.stage): edge for transfer, edge in held.sent}
-        for arrival, transfer in self._routes.needs(action):
+        for arrival, transfer in self._routes[action.microbatch].needs(action):
             grad = self._exchange.receive(arrival, transfer)
             edge = edges[transfer.name, transfer.stage]
             if edge is not None:

@@ -38,6 +38,7 @@ Gradients that flow between stages are those of one sample; see :mod:`shardwrigh
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -64,9 +65,10 @@ from shardwright.runtime.layout import Mesh
 from shardwright.runtime.manifest import Manifest
 from shardwright.runtime.messages import STAGES, Messages
 from shardwright.runtime.module import ParallelModule, generated_directory
+from shardwright.runtime.pipeline.body import Body, Sizes
 from shardwright.runtime.pipeline.executor import Executor, InFlight, Leaves, Step
 from shardwright.runtime.pipeline.segment import Segment, Stage
-from shardwright.runtime.pipeline.transfers import Exchange, Routes
+from shardwright.runtime.pipeline.transfers import Exchange
 from shardwright.runtime.schedule import ActionKind, ScheduleAction, parse_actions
 from shardwright.runtime.structure import flatten
 from shardwright.runtime.world import World
@@ -80,6 +82,10 @@ class PipelineModule(ParallelModule):
     shape and dtype; the first is the loss) and ``shared`` (parameters that several stages hold, with these stages; their
     meshes and layouts are equal). ``inputs`` are the leaves of one sample.
 
+    Where the model runs other operators in evaluation, there are ``segments_eval``, ``output_stages_eval``, and methods
+    ``stage<number>_eval`` and ``output_eval`` besides. Where sizes vary between samples, ``sizes`` names them, and the
+    methods ``layouts`` and ``output_shapes`` tell what depends on them.
+
     ``in_flight``: how many microbatches held activations in the last step.
 
     ``named_parameters``, ``state_dict`` and optimizers see the tensors of this rank's stages.
@@ -90,7 +96,10 @@ class PipelineModule(ParallelModule):
     actions: ClassVar[Mapping[str, str]]
     num_microbatches: ClassVar[int]
     schedule: ClassVar[str]
-    output_stages: ClassVar[Mapping[str, tuple[int, tuple[int, ...], torch.dtype]]]
+    output_stages: ClassVar[Mapping[str, tuple[int, tuple[int, ...] | None, torch.dtype]]]
+    segments_eval: ClassVar[Mapping[int, Segment] | None] = None
+    output_stages_eval: ClassVar[Mapping[str, tuple[int, tuple[int, ...] | None, torch.dtype]]] = {}
+    sizes: ClassVar[tuple[str, ...]] = ()
     end2end: ClassVar[bool] = True
 
     in_flight: InFlight
@@ -98,7 +107,9 @@ class PipelineModule(ParallelModule):
     _of_all_stages: tuple[Declaration, ...]
     _running: int
     _base_microbatch: int
-    _routes: Routes
+    _bodies: tuple[Body, ...]
+    _body: Body
+    _sizes: Sequence[Sizes]
     _messages: Messages
     _parsed: dict[str, dict[int, tuple[ScheduleAction, ...]]]
 
@@ -113,8 +124,15 @@ class PipelineModule(ParallelModule):
         self.in_flight = InFlight(list(self.segments))
         self._running = min(self.segments)
         self._base_microbatch = 0
-        self._routes = Routes(self.rank, self.segments)
+        self._bodies = tuple(self._made_body(ending) for ending in ("", "_eval")[: 1 + (self.segments_eval is not None)])
+        self._body = self._bodies[0]
+        self._sizes = []
         self._connect()
+
+    def _made_body(self, ending: str) -> Body:
+        methods = [getattr(self, name + ending) if self.sizes else None for name in ("layouts", "output_shapes")]
+        segments, output_stages = getattr(self, f"segments{ending}"), getattr(self, f"output_stages{ending}")
+        return Body(ending, self.rank, self.stages, segments, output_stages, *methods)
 
     def _make_groups(self, world: World) -> None:
         super()._make_groups(world)
@@ -128,19 +146,20 @@ class PipelineModule(ParallelModule):
     def _connect(self) -> None:
         """Learn what the peers of this rank do, and connect to them. Collective."""
         world = self.ranks.world
-        mine = {"actions": dict(self.actions), "receivers": sorted(self._routes.receivers)}
+        mine = {"actions": dict(self.actions), "receivers": sorted(set().union(*(body.receivers for body in self._bodies)))}
         everyone = world.all_gather_object(mine)
         channels = []
         for sender, other in enumerate(everyone):
             first = sender - sender % self.mesh.size
             channels += [(sender, first + receiver) for receiver in other["receivers"]]
         self._messages = world.connect(channels)
+        senders = set().union(*(body.senders for body in self._bodies))
         self._parsed = {
             mode: {
                 rank: tuple(
                     action for action in parse_actions(everyone[self._to_world(rank)]["actions"][mode]) if action.is_compute
                 )
-                for rank in sorted({self.rank, *self._routes.senders})
+                for rank in sorted({self.rank, *senders})
             }
             for mode in self.actions
         }
@@ -175,7 +194,9 @@ class PipelineModule(ParallelModule):
 
     def run_stage(self, stage: int, microbatch: int, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The forward of one stage."""
-        values: tuple[Tensor, ...] = getattr(self, f"stage{stage}")(*arguments)
+        sizes = dict(zip(self.sizes, self._sizes[microbatch], strict=True))
+        wanted = {name: sizes[name] for name in self._body.segments[stage].sizes}
+        values: tuple[Tensor, ...] = getattr(self, f"stage{stage}{self._body.ending}")(*arguments, **wanted)
         return values
 
     # Steps
@@ -193,6 +214,7 @@ class PipelineModule(ParallelModule):
             )
         check_samples(f"{owner}.train_step", samples, self.num_microbatches)
         dummies = check_dummies(f"{owner}.train_step", is_dummy_batch, len(samples))
+        self._choose_body()
         loss_path = self._checked_loss_path()
         leaves = self._read(samples, "train_step")
         self._check_requires_grad()
@@ -206,6 +228,7 @@ class PipelineModule(ParallelModule):
     def infer_step(self, samples: Sequence[Any]) -> list[Any]:
         """See :meth:`ParallelModule.infer_step`, and :meth:`train_step` for samples and results."""
         check_samples(f"{type(self).__name__}.infer_step", samples, self.num_microbatches)
+        self._choose_body()
         leaves = self._read(samples, "infer_step")
         return self._run("infer", Step(leaves, [True] * len(samples)))
 
@@ -214,16 +237,23 @@ class PipelineModule(ParallelModule):
             rank: [action for action in listed if action.kind is ActionKind.FORWARD or not step.dummies[action.microbatch]]
             for rank, listed in self._parsed[mode].items()
         }
-        exchange = Exchange(self._routes, actions, self._messages, self._to_world, self.device)
-        executor = Executor(self, self.segments, actions[self.rank], exchange, self._routes, self._linked())
+        routes = [self._body.routes(sizes) for sizes in self._sizes]
+        exchange = Exchange(self.rank, routes, actions, self._messages, self._to_world, self.device)
+        executor = Executor(self, actions[self.rank], exchange, routes, self._linked())
         self.in_flight = executor.in_flight
         self._base_microbatch = self.rng.microbatch
         made = executor.run(step)
         self.rng.microbatch = self._base_microbatch + (len(step.samples) if self.training else 0)
-        return [self.output(_Result(leaves)) for leaves in self._delivered(made)]
+        output = getattr(self, f"output{self._body.ending}")
+        return [output(_Result(leaves)) for leaves in self._delivered(made)]
+
+    def _choose_body(self) -> None:
+        """From now on run what the model does in the mode that it is in."""
+        self._body = self._bodies[0 if self.training else -1]
 
     def _checked_loss_path(self) -> str:
-        path, (_, shape, dtype) = next(iter(self.output_stages.items()))
+        path, (_, shape, dtype) = next(iter(self._body.output_stages.items()))
+        assert shape is not None, "a loss has no size that varies"
         checked_loss(type(self).__name__, torch.empty(shape, dtype=dtype, device="meta"))
         return path
 
@@ -239,7 +269,7 @@ class PipelineModule(ParallelModule):
 
     def _read(self, samples: Sequence[Any], method: str) -> list[Leaves]:
         """The tensors of each sample that this rank was given, checked. It must be given those that its stages read."""
-        needed = {path for segment in self.segments.values() for path in segment.reads}
+        needed = {path for segment in self._body.segments.values() for path in segment.reads}
         given = [{} if sample is None else arguments_of(sample, self.arguments, self.inputs) for sample in samples]
         checked = []
         for arguments in given:
@@ -249,6 +279,7 @@ class PipelineModule(ParallelModule):
         if not self._inputs_compared:
             self._inputs_compared = True
             self._compare_samples(checked, method)
+        self._sizes = self._agreed_sizes(checked, method)
         return [{path: x.to(self.device) for path, x in tensors.items() if path in needed} for tensors in checked]
 
     def _compare_samples(self, samples: Sequence[Leaves], method: str) -> None:
@@ -269,19 +300,44 @@ class PipelineModule(ParallelModule):
                     f"{self.ranks.num_units} unit(s), by rank // {self.mesh.size}",
                 )
 
+    def _agreed_sizes(self, samples: Sequence[Leaves], method: str) -> list[Sizes]:
+        """The sizes of each sample, as ranks know them that were given it. Collective where sizes vary."""
+        if not self.sizes:
+            return [()] * len(samples)
+        mine = torch.full((len(samples), len(self.sizes)), UNKNOWN, device=self.device)
+        for number, tensors in enumerate(samples):
+            for path, x in tensors.items():
+                for size, expected in zip(x.shape, self._input_table.leaves[path].shape, strict=True):
+                    if isinstance(expected, str):
+                        mine[number, self.sizes.index(expected)] = size
+        everyone = torch.stack(self._unit.all_gather(mine)) if self.mesh.size > 1 else mine[None]
+        agreed = everyone.amax(0)
+        differs = ((everyone != agreed) & (everyone != UNKNOWN)).nonzero().tolist()
+        for rank, number, index in differs[:1]:
+            other = int(everyone[:, number, index].argmax())
+            raise InputError(
+                f"{type(self).__name__}.{method}: {self.sizes[index]} of sample {number} differs between the ranks of a unit",
+                why=f"it is {everyone[rank, number, index]} on rank {rank} and {agreed[number, index]} on rank {other}",
+                hint=f"give the {self.mesh.size} ranks of a unit the same samples",
+            )
+        return [tuple(sizes) for sizes in agreed.tolist()]
+
     def _delivered(self, made: Sequence[Leaves]) -> list[Leaves]:
         """All outputs on all ranks of the unit, from the first rank of the stage that makes each."""
         if self.mesh.size == 1:
             return list(made)
-        delivered: list[Leaves] = [{} for _ in made]
-        for path, (stage, shape, dtype) in self.output_stages.items():
+        delivered = [{path: x for path, x in leaves.items() if path not in self._body.output_stages} for leaves in made]
+        for path, (stage, _, dtype) in self._body.output_stages.items():
             source = self.stages[stage].ranks[0]
+            shapes = [self._body.shapes(sizes)[path] for sizes in self._sizes]
+            lengths = [math.prod(shape) for shape in shapes]
             if source == self.rank:
-                stacked = torch.stack([leaves[path] for leaves in made])
+                flat = torch.cat([leaves[path].reshape(-1) for leaves in made])
             else:
-                stacked = torch.empty((len(made), *shape), dtype=dtype, device=self.device)
-            for leaves, x in zip(delivered, self._unit.broadcast(stacked, source, phase="forward").unbind(), strict=True):
-                leaves[path] = x
+                flat = torch.empty(sum(lengths), dtype=dtype, device=self.device)
+            parts = torch.split(self._unit.broadcast(flat, source, phase="forward"), lengths)
+            for leaves, x, shape in zip(delivered, parts, shapes, strict=True):
+                leaves[path] = x.view(shape)
         return delivered
 
     # For the reducer, optimizers and checkpoints
@@ -344,6 +400,10 @@ class PipelineModule(ParallelModule):
             f"stage {own} of {len(self.stages)}; {self.schedule}, {self.num_microbatches} microbatches; "
             f"rank {self.rank}; unit {self.ranks.unit} of {self.ranks.num_units}"
         )
+
+
+UNKNOWN = -1
+"""The size of a sample on a rank that was not given it."""
 
 
 class _Result(dict[str, Tensor]):

@@ -29,9 +29,7 @@ import torch
 from torch import Tensor
 
 from shardwright.runtime.layout import Mesh
-
-Box = tuple[tuple[int, int], ...]
-"""A part of a tensor: ``(start, stop)`` per dim."""
+from shardwright.runtime.transfer import Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +47,14 @@ class Transfer:
     ``name``: of the value. ``stage``: the one at the other end; a value that several stages use has a transfer for each.
     ``shape``, ``dtype``: of this rank's local tensor. ``differentiable``: whether a gradient comes back. ``pieces``: which
     boxes of the local tensor come from, or go to, which unit rank; this rank's own number means a hand-over between its
-    stages. ``grad_pieces``: the same for the local gradient, which travels the other way.
+    stages. ``grad_pieces``: the same for the local gradient, which travels the other way. Where sizes vary between samples,
+    ``shape`` and the pieces are worked out for each of them, see :mod:`shardwright.runtime.pipeline.body`.
     """
 
     name: str
     stage: int
-    shape: tuple[int, ...]
     dtype: torch.dtype
+    shape: tuple[int, ...] = ()
     differentiable: bool = True
     pieces: tuple[tuple[int, Box], ...] = ()
     grad_pieces: tuple[tuple[int, Box], ...] = ()
@@ -67,13 +66,15 @@ class Segment:
 
     ``reads``: the tensors it takes from the sample, as paths of ``inputs``. ``receives``: values of earlier stages. Both, in
     this order, are the arguments of the method ``stage<number>``. ``sends``: values for later stages. ``outputs``: the leaves
-    of the module's result made here, by path. These two, in this order, are what the method returns.
+    of the module's result made here, by path. These two, in this order, are what the method returns. ``sizes``: those of the
+    sizes that vary between samples which the method takes, as keywords.
     """
 
     reads: tuple[str, ...] = ()
     receives: tuple[Transfer, ...] = ()
     sends: tuple[Transfer, ...] = ()
     outputs: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
 
 
 def box_shape(box: Box) -> tuple[int, ...]:

@@ -19,8 +19,9 @@ from torch import Tensor
 from shardwright.runtime.communicator import Work
 from shardwright.runtime.counters import Phase
 from shardwright.runtime.messages import Messages, Sending
-from shardwright.runtime.pipeline.segment import Box, Segment, Transfer, box_shape, part
+from shardwright.runtime.pipeline.segment import Segment, Transfer, box_shape, part
 from shardwright.runtime.schedule import ActionKind, Payload, ScheduleAction
+from shardwright.runtime.transfer import Box
 
 AHEAD = 2
 """Receives are posted for the action that runs and for so many later ones that receive something: messages travel while what
@@ -61,7 +62,7 @@ class _Buffer:
 
 
 class Routes:
-    """Which parts of which tensors this rank exchanges with whom, in the order of the channels."""
+    """Which parts of which tensors of a microbatch this rank exchanges with whom, in the order of the channels."""
 
     def __init__(self, rank: int, segments: Mapping[int, Segment]) -> None:
         self.rank = rank
@@ -95,16 +96,15 @@ class Routes:
         ]
         return {peer for peer, box in pieces if _is_there(box)} - {self.rank}
 
-    def channel(self, peer: int, actions: Sequence[ScheduleAction]) -> deque[tuple[Arrival, _Piece]]:
-        """All that comes from a peer that runs these actions, in order."""
-        found: deque[tuple[Arrival, _Piece]] = deque()
-        for action in actions:
-            payload = PAYLOADS.get(action.kind)
-            if payload is not None:
-                for piece in self._incoming.get((peer, payload, action.stage), ()):
-                    arrival = Arrival(payload, piece.stage, action.stage, piece.transfer.name, action.microbatch)
-                    found.append((arrival, piece))
-        return found
+    def arrivals(self, peer: int, action: ScheduleAction) -> list[tuple[Arrival, _Piece]]:
+        """What comes from a peer that runs this action, in order."""
+        payload = PAYLOADS.get(action.kind)
+        if payload is None:
+            return []
+        return [
+            (Arrival(payload, piece.stage, action.stage, piece.transfer.name, action.microbatch), piece)
+            for piece in self._incoming.get((peer, payload, action.stage), ())
+        ]
 
     def needs(self, action: ScheduleAction) -> list[tuple[Arrival, Transfer]]:
         """What an action of this rank receives."""
@@ -119,23 +119,29 @@ class Routes:
 class Exchange:
     """All transfers of one rank in one step.
 
-    ``actions``: what each unit rank that takes part does, without what is left out in this step. ``to_world``: the rank of
-    the world that is a unit rank here.
+    ``routes``: those of each microbatch. ``actions``: what each unit rank that takes part does, without what is left out in
+    this step. ``to_world``: the rank of the world that is a unit rank here.
     """
 
     def __init__(
         self,
-        routes: Routes,
+        rank: int,
+        routes: Sequence[Routes],
         actions: Mapping[int, Sequence[ScheduleAction]],
         messages: Messages,
         to_world: Callable[[int], int],
         device: torch.device,
     ) -> None:
+        self._rank = rank
         self._routes = routes
         self._messages = messages
         self._to_world = to_world
         self._device = device
-        self._channels = {peer: routes.channel(peer, actions[peer]) for peer in sorted(routes.senders)}
+        senders = sorted({peer for of_microbatch in routes for peer in of_microbatch.senders})
+        self._channels = {
+            peer: deque(item for action in actions[peer] for item in routes[action.microbatch].arrivals(peer, action))
+            for peer in senders
+        }
         self._buffers: dict[Arrival, _Buffer] = {}
         self._posted: dict[tuple[int, Arrival], int] = {}
         self._local: dict[Arrival, list[Tensor]] = {}
@@ -143,8 +149,8 @@ class Exchange:
         self._waiting: dict[tuple[Payload, int, int], ScheduleAction] = {}  # own actions by what they receive
         self._to_post: deque[list[tuple[Arrival, Transfer]]] = deque()
         self._num_ahead = 0  # actions of which the receives are posted and that have not run
-        for action in actions[routes.rank]:
-            needed = routes.needs(action)
+        for action in actions[rank]:
+            needed = routes[action.microbatch].needs(action)
             if needed:
                 self._waiting[needed[0][0].payload, action.stage, action.microbatch] = action
                 self._to_post.append(needed)
@@ -153,7 +159,7 @@ class Exchange:
         """Post the receives of ``action``, which runs now, and of those to come that are near enough."""
         while self._sending and self._sending[0].is_completed():
             self._sending.popleft()
-        needed = self._routes.needs(action)
+        needed = self._routes[action.microbatch].needs(action)
         while self._to_post and self._num_ahead < AHEAD + bool(needed):
             for arrival, transfer in self._to_post.popleft():
                 self._post(arrival, transfer)
@@ -162,7 +168,7 @@ class Exchange:
 
     def receive(self, arrival: Arrival, transfer: Transfer) -> Tensor:
         """Wait for a local tensor of ``transfer``. It is new, or a view of what another stage of this rank made."""
-        pieces = _remote_and_local(arrival, transfer, self._routes.rank)
+        pieces = _remote_and_local(arrival, transfer, self._rank)
         local = self._local.pop(arrival, [])
         assert len(local) == len(pieces.local), f"{arrival} is used before it is made"
         if pieces.local and box_shape(pieces.local[0]) == transfer.shape:
@@ -188,7 +194,7 @@ class Exchange:
         pieces = transfer.pieces if payload == "activations" else transfer.grad_pieces
         title = repr(transfer.name) if payload == "activations" else f"the gradient of {transfer.name!r}"
         for peer, box in sorted(pieces, key=lambda piece: piece[1]):
-            if peer == self._routes.rank:
+            if peer == self._rank:
                 arrival = Arrival(payload, transfer.stage, action.stage, transfer.name, action.microbatch)
                 self._local.setdefault(arrival, []).append(part(x, box))
             elif _is_there(box):
@@ -203,7 +209,7 @@ class Exchange:
     def _post(self, arrival: Arrival, transfer: Transfer) -> None:
         """Post the receives of one tensor, and of what its senders send before."""
         missing: dict[int, int] = {}
-        for peer, _ in _remote_and_local(arrival, transfer, self._routes.rank).remote:
+        for peer, _ in _remote_and_local(arrival, transfer, self._rank).remote:
             missing[peer] = missing.get(peer, 0) + 1
         for peer, count in missing.items():
             while self._posted.get((peer, arrival), 0) < count:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from shardwright.runtime.declarations import Declaration
 from shardwright.runtime.layout import Layout, Mesh, piece
 from shardwright.runtime.manifest import Manifest, code_file, sha256
-from shardwright.runtime.pipeline.segment import Box, Segment, Stage, Transfer
+from shardwright.runtime.pipeline.segment import Segment, Stage, Transfer
+from shardwright.runtime.transfer import Box
 
 WORDS, WIDTH, HIDDEN, BATCH = 9, 6, 10, 4
 
@@ -190,11 +191,11 @@ def segment(pipe: Pipe, stage: int, rank: int) -> Segment:
                 local = (shape[0], piece(shape[1], len(pipe.ranks[source]), pipe.ranks[source].index(rank))[1])
             out = [(r, here) for (s, r), boxes in forward.items() if s == rank for here, _ in boxes]
             back = [(s, there) for (s, r), boxes in backward.items() if r == rank for _, there in boxes]
-            sends.append(Transfer(name, target, local, dtype, differentiable, tuple(out), tuple(back)))
+            sends.append(Transfer(name, target, dtype, local, differentiable, tuple(out), tuple(back)))
         if target == stage:
             come = [(s, there) for (s, r), boxes in forward.items() if r == rank for _, there in boxes]
             back = [(r, here) for (s, r), boxes in backward.items() if s == rank for here, _ in boxes]
-            receives.append(Transfer(name, source, shape, dtype, differentiable, tuple(come), tuple(back)))
+            receives.append(Transfer(name, source, dtype, shape, differentiable, tuple(come), tuple(back)))
     last = pipe.num_stages - 1
     reads = (*(["sample.tokens"] if stage == 0 else []), *(["sample.target"] if stage == last else []))
     outputs = (*(["0", "1.logits", "1.any"] if stage == last else []), *(["1.count"] if stage == 0 else []))

@@ -9,7 +9,7 @@ import zoo
 
 from shardwright.compiler.passes.lower_stages import lower_stages, verify_pipeline
 from shardwright.compiler.passes.recompute import mark_recompute
-from shardwright.compiler.passes.stages import from_nothing, split_stages
+from shardwright.compiler.passes.stages import from_nothing, split_stages, stage_of_ops
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan, StagePlan
 from shardwright.policies.partition import starts_at
@@ -61,7 +61,7 @@ def test_a_value_that_skips_stages_goes_straight_to_where_it_is_needed() -> None
 def test_values_made_from_nothing_are_made_in_every_stage() -> None:
     graph = graph_of("bert")
     free = from_nothing(graph)
-    for stage in split_stages(graph, stages_at(graph, "bert.encoder.layer.1")):
+    for stage in split_stages(graph, stage_of_ops(graph, stages_at(graph, "bert.encoder.layer.1")), 2):
         made = {value.name for op in graph.ops if op.name in free for value in op.results}
         assert not made & {value.name for value, _ in stage.receives}
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from layouts import encode
 
-from shardwright.compiler.plan.transfer import Holding, pieces
 from shardwright.runtime.layout import Atom, Layout, Mesh
+from shardwright.runtime.transfer import Holding, pieces
 
 MESHES = [{}, {"tp": 2}, {"tp": 3}, {"tp": 4}, {"dp": 2, "tp": 2}]
 

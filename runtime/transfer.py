@@ -7,13 +7,14 @@ function run the other way tells how gradients come home: every rank that holds 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 
 from shardwright.runtime.layout import Layout, Mesh
 
 Box = tuple[tuple[int, int], ...]
-"""(start, stop) per dim, in the local tensor of a rank."""
+"""A part of a rank's local tensor: ``(start, stop)`` per dim."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,32 @@ class Holding:
         return tuple(self.layout.runs(dim, self.mesh, coords) for dim in range(len(self.layout.dims)))
 
 
+@dataclass(frozen=True)
+class End:
+    """A value that crosses as one rank sees it. ``shape``: of the local tensor there. ``pieces``: which boxes of it come from,
+    or go to, which rank. ``grad_pieces``: the same for the local gradient, which travels the other way.
+    """
+
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[int, Box], ...]
+    grad_pieces: tuple[tuple[int, Box], ...]
+
+
+def end_of(sent: Holding, received: Holding, rank: int, *, arriving: bool, differentiable: bool = True) -> End:
+    """What ``rank`` sees of a value: where it is ``sent`` from, or where it is ``arriving``."""
+    forward, backward = pieces(sent, received), pieces(received, sent)
+    mine = received if arriving else sent
+    if arriving:
+        come = [(sender, there) for (sender, receiver), boxes in forward.items() if receiver == rank for _, there in boxes]
+        back = [(receiver, here) for (sender, receiver), boxes in backward.items() if sender == rank for here, _ in boxes]
+    else:
+        come = [(receiver, here) for (sender, receiver), boxes in forward.items() if sender == rank for here, _ in boxes]
+        back = [(sender, there) for (sender, receiver), boxes in backward.items() if receiver == rank for _, there in boxes]
+    shape = mine.layout.local_shape(mine.mesh, mine.mesh.coords(mine.ranks.index(rank)))
+    return End(shape, tuple(come), tuple(back) if differentiable else ())
+
+
+@functools.lru_cache(maxsize=256)
 def pieces(source: Holding, target: Holding) -> dict[tuple[int, int], list[tuple[Box, Box]]]:
     """(sending rank, receiving rank) to pairs of (box at the sender, box at the receiver)."""
     copies: dict[tuple[tuple[tuple[int, int], ...], ...], list[int]] = {}

@@ -1,0 +1,38 @@
+"""Give the operators of the evaluation body to the stages of the training body.
+
+The two bodies have most of their operators in common, module by module. An operator of evaluation goes where training runs
+the operators of its module, so that it finds its weights there; but never before what it reads has been made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ir.value import ValueKind
+
+
+def stage_of_eval_ops(graph: IRGraph, stages: Mapping[str, int], body: IRGraph) -> dict[str, int]:
+    """Operator of ``body`` to stage; ``stages`` are those of the operators of ``graph``."""
+    of_module: dict[str, list[IROp]] = {}
+    holder: dict[str, int] = {}
+    for op in graph.ops:
+        of_module.setdefault(op.module_path, []).append(op)
+        for value in op.operands:
+            holder.setdefault(value.name, stages[op.name])
+    made_in: dict[str, int] = {}
+    result = {}
+    for op in body.ops:
+        weights = [holder[v.name] for v in op.operands if v.kind is ValueKind.PARAMETER and v.name in holder]
+        like = of_module.get(op.module_path, [])
+        wished = weights or [stages[twin.name] for twin in like if _is_twin(op, twin)] or [stages[twin.name] for twin in like]
+        earliest = max((made_in[v.name] for v in op.operands if v.name in made_in), default=0)
+        result[op.name] = max([earliest, *wished[:1]])
+        made_in |= {value.name: result[op.name] for value in op.results}
+    return result
+
+
+def _is_twin(op: IROp, other: IROp) -> bool:
+    """Whether ``other`` of training has the place of ``op`` in evaluation, as far as names tell."""
+    return op.target == other.target and op.name in (other.name, f"{other.name}_eval")

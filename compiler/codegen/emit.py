@@ -17,20 +17,20 @@ from typing import Any
 
 import jinja2
 
-from shardwright.compiler.codegen.blocks import Run, Update, container_path, group_blocks, layered, size_symbols
 from shardwright.compiler.codegen.comments import describe, legend
 from shardwright.compiler.codegen.imports import sorted_imports
 from shardwright.compiler.codegen.names import MODULE_ATTRIBUTES, Scope, attribute_path
 from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, names_read, wrap
 from shardwright.compiler.ir.graph import IRGraph, Tree
+from shardwright.compiler.ir.identifier import identifier
 from shardwright.compiler.ir.op import leaves
 from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.render import argument_source, call_source, imports_of
+from shardwright.compiler.plan.blocks import Run, Update, container_path, group_blocks, layered, size_symbols
 from shardwright.compiler.plan.conversion import CutSizes
 from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Instruction, Program
-from shardwright.compiler.trace.naming import identifier
 
 RUNTIME_IMPORTS = {
     "Mesh": "from shardwright.runtime.layout import Mesh",

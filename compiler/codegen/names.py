@@ -7,8 +7,8 @@ import re
 
 from torch import nn
 
-from shardwright.compiler.codegen.blocks import weight_path
 from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.plan.blocks import weight_path
 
 MODULE_ATTRIBUTES = frozenset(dir(nn.Module)) | {
     "actions",

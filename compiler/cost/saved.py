@@ -1,7 +1,7 @@
 """What autograd keeps of an operator for its backward, taken from autograd itself.
 
-The call of a rank runs on fake tensors, and hooks note every tensor that is saved: an operand or a result, or a view of one (they
-share its storage), or something made inside (the log-sum-exp of flash attention, the mask of a dropout).
+The call of a rank runs on fake tensors, and hooks note every tensor that is saved: an operand or a result, or a view of one
+(they share its storage), or something made inside (the log-sum-exp of flash attention, the mask of a dropout).
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ REAL_BYTES = 2**26
 """A call that looks at the numbers runs on real zeros, unless its tensors are larger than this."""
 
 
+ONE_RANK = Mesh()
+
+
 @dataclass(frozen=True, slots=True)
 class Saved:
     """``operands`` and ``results``: positions of those that are kept. ``internal``: bytes of each kept tensor that is neither.
@@ -47,7 +50,7 @@ class Saved:
         return sum(self.internal)
 
 
-def saved_for_backward(op: IROp, assignment: Assignment | None = None, mesh: Mesh = Mesh()) -> Saved:
+def saved_for_backward(op: IROp, assignment: Assignment | None = None, mesh: Mesh = ONE_RANK) -> Saved:
     """What the rank at index 0 of every axis keeps of one call under the strategies of ``assignment``.
 
     ``op`` is the call as traced. Without an assignment it is the unsplit call: splitting changes which tensors are kept only

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import builtins
 import keyword
-import re
+
+from shardwright.compiler.ir.identifier import identifier
 
 _RESERVED = frozenset((*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "self", "torch", "F", "math", "operator"))
-
-
-def identifier(text: str) -> str:
-    """``text`` as a Python identifier: ``blocks.0.attn`` becomes ``blocks_0_attn``."""
-    name = re.sub(r"\W+", "_", text).strip("_") or "value"
-    return f"_{name}" if name[0].isdigit() else name
 
 
 class Namer:

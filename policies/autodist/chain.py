@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from shardwright.compiler.codegen.blocks import container_of
+from shardwright.compiler.plan.blocks import container_of
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.passes.stages import from_nothing
 from shardwright.policies.partition import cut_traffic

@@ -15,11 +15,11 @@ from itertools import groupby
 import sympy
 import torch
 
+from shardwright.compiler.ir.identifier import identifier
 from shardwright.compiler.ir.op import Arg, map_leaves
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.plan.conversion import GATHERS
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
-from shardwright.compiler.trace.naming import identifier
 
 _CONTAINER = re.compile(r"^(?P<prefix>.*?)\.?(?P<index>\d+)(?:\.|$)")
 MIN_RUN = 6

@@ -83,7 +83,7 @@ def _per_byte(
     groups = [
         tuple(unit * unit_size + ranks[index] for unit in range(num_units) for index in group) for group in mesh.groups(axes)
     ]
-    return groups_collective_s(hardware, "all_reduce", bucket_bytes, groups) / bucket_bytes + hardware.device.memory_s(2)
+    return groups_collective_s(hardware, "all_reduce", bucket_bytes, groups) / bucket_bytes + 2 / hardware.device.bytes_per_s
 
 
 class _Movements:

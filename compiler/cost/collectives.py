@@ -70,6 +70,11 @@ def axis_collective_s(hardware: Hardware, kind: str, num_bytes: float, mesh: Mes
     return _seconds(_axis_lines(hardware, kind, mesh, axis, tuple(ranks)), num_bytes)
 
 
+def flat_lines(kind: str, num_ranks: int) -> tuple[Line, ...]:
+    """The algorithms over ``num_ranks`` of one tier, in units of its latency and of bytes over its bandwidth."""
+    return _lines(kind, _levels([Link(1.0, 1.0)], np.zeros((1, num_ranks), dtype=np.int64), np.ones((1, num_ranks))))
+
+
 def _seconds(patterns: tuple[tuple[Line, ...], ...], num_bytes: float) -> float:
     """The slowest pattern of groups, each by its cheapest algorithm."""
     return max((min(latency + num_bytes * per_byte for latency, per_byte in lines) for lines in patterns), default=0.0)

@@ -1,8 +1,7 @@
-"""What fraction of its peak a device reaches in a matrix product, by the product's size.
+"""What a device reaches, by size: the fraction of its peak in a matrix product, and the bandwidth of its memory.
 
-A table holds measured points on a grid of ``(m, n, k)``. Between points the logarithm of the fraction is linear in the
-logarithms of the sizes; outside the grid the nearest point counts, and :meth:`EfficiencyTable.covers` says so: an estimate made
-there is no measurement.
+Tables hold measured points. Between points the logarithm of the value is linear in the logarithms of the sizes; outside the
+grid the nearest point counts, and ``covers`` says so: an estimate made there is no measurement.
 """
 
 from __future__ import annotations
@@ -42,6 +41,22 @@ class EfficiencyTable:
     @property
     def _grids(self) -> tuple[tuple[int, ...], ...]:
         return self.m, self.n, self.k
+
+
+@dataclass(frozen=True)
+class BandwidthTable:
+    """Bytes per second of an operator that reads and writes so many ``num_bytes`` (ascending) in all."""
+
+    num_bytes: tuple[int, ...]
+    bytes_per_s: tuple[float, ...]
+
+    def covers(self, num_bytes: float) -> bool:
+        """Whether the measured sizes surround this one."""
+        return self.num_bytes[0] <= num_bytes <= self.num_bytes[-1]
+
+    def at(self, num_bytes: float) -> float:
+        """The bandwidth at this size; outside the measured ones that of the nearest."""
+        return math.exp(sum(weight * math.log(self.bytes_per_s[i]) for i, weight in _neighbours(self.num_bytes, num_bytes)))
 
 
 def _neighbours(grid: tuple[int, ...], size: float) -> tuple[tuple[int, float], ...]:

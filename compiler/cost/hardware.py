@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.compiler.cost.efficiency import EfficiencyTable
+from shardwright.compiler.cost.efficiency import BandwidthTable, EfficiencyTable
 from shardwright.compiler.cost.json_fields import Fields
 from shardwright.runtime.errors import ConfigError, did_you_mean
 
@@ -43,8 +43,9 @@ class Device:
     """One device.
 
     ``flops_per_s`` is the dense peak by dtype name (``"bfloat16"``), of which matrix products reach ``matmul_efficiency``: one
-    fraction, or a table by dtype name. ``bytes_per_s`` is the memory bandwidth that streaming operators reach (read and written
-    bytes together), ``launch_s`` the least time of one operator.
+    fraction, or a table by dtype name. ``bytes_per_s`` is the memory bandwidth that large streaming operators reach (read and
+    written bytes together), ``streams`` that by size, as small tensors stay in caches; ``launch_s`` the least time of one
+    operator.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Device:
     bytes_per_s: float
     launch_s: float
     matmul_efficiency: float | Mapping[str, EfficiencyTable] = 1.0
+    streams: BandwidthTable | None = None
 
     def matmul_s(self, m: float, n: float, k: float, dtype: str, batch: float = 1) -> float:
         """Seconds of ``batch`` products ``[m, k] x [k, n]``, arithmetic only; a batch counts like more rows.
@@ -70,8 +72,8 @@ class Device:
         return self.matmul_efficiency[dtype].covers(batch * m, n, k)
 
     def memory_s(self, num_bytes: float) -> float:
-        """Seconds of reading and writing ``num_bytes`` in all."""
-        return num_bytes / self.bytes_per_s
+        """Seconds of one operator that reads and writes ``num_bytes`` in all."""
+        return num_bytes / (self.bytes_per_s if self.streams is None else self.streams.at(num_bytes)) if num_bytes else 0.0
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """The dense peak of ``dtype``.
@@ -286,6 +288,7 @@ def _read_device(fields: Fields) -> Device:
         bytes_per_s=fields.number("bytes_per_s"),
         launch_s=fields.number("launch_s", zero=True),
         matmul_efficiency=_read_efficiency(fields),
+        streams=_read_streams(fields),
     )
     fields.finish()
     return device
@@ -301,15 +304,32 @@ def _read_efficiency(fields: Fields) -> float | Mapping[str, EfficiencyTable]:
         if dtype not in rates:
             raise by_dtype.error(dtype, "has no peak in flops_per_s")
         m, n, k = (table.counts(key) for key in ("m", "n", "k"))
-        for key, grid in (("m", m), ("n", n), ("k", k)):
-            if list(grid) != sorted(set(grid)) or not grid:
-                raise table.error(key, "is a list of ascending sizes")
+        for key in ("m", "n", "k"):
+            _check_ascending(table, key)
         fractions = table.number_list("fractions")
         if len(fractions) != len(m) * len(n) * len(k):
             raise table.error("fractions", f"has {len(m) * len(n) * len(k)} numbers, one per (m, n, k); k varies fastest")
         table.finish()
         tables[dtype] = EfficiencyTable(m, n, k, fractions)
     return tables
+
+
+def _read_streams(fields: Fields) -> BandwidthTable | None:
+    if not fields.has("streams"):
+        return None
+    table = fields.child("streams")
+    num_bytes, bytes_per_s = table.counts("num_bytes"), table.number_list("bytes_per_s")
+    _check_ascending(table, "num_bytes")
+    if len(bytes_per_s) != len(num_bytes):
+        raise table.error("bytes_per_s", f"has {len(num_bytes)} numbers, one per size in num_bytes")
+    table.finish()
+    return BandwidthTable(num_bytes, bytes_per_s)
+
+
+def _check_ascending(fields: Fields, key: str) -> None:
+    sizes = fields.counts(key)
+    if list(sizes) != sorted(set(sizes)):
+        raise fields.error(key, "is a list of ascending sizes")
 
 
 def _read_tier(fields: Fields, num_devices: int) -> Tier:
@@ -374,7 +394,12 @@ def _device_json(device: Device) -> dict[str, Any]:
             if isinstance(efficiency, Mapping)
             else efficiency
         ),
+        **({"streams": _streams_json(device.streams)} if device.streams else {}),
     }
+
+
+def _streams_json(table: BandwidthTable) -> dict[str, Any]:
+    return {"num_bytes": list(table.num_bytes), "bytes_per_s": list(table.bytes_per_s)}
 
 
 def _table_json(table: EfficiencyTable) -> dict[str, Any]:

@@ -1,0 +1,180 @@
+"""Measure a machine and describe it as :class:`Hardware`.
+
+Rates are of one rank while all ranks work, with the threads a rank has in a job: what is shared is measured as shared.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import time
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwright.compiler.calibrate.effort import Effort, effort_for
+from shardwright.compiler.calibrate.fit import Points, fit_launches, fit_link, fit_products, fit_streams
+from shardwright.compiler.calibrate.links import Groups, measure_links
+from shardwright.compiler.calibrate.operators import measure_launches, measure_products, measure_streams
+from shardwright.compiler.calibrate.ranks import in_job, measure_in_job, measure_in_processes
+from shardwright.compiler.cost.hardware import COLLECTIVES, Device, Hardware, Tier
+from shardwright.runtime.errors import ConfigError
+from shardwright.runtime.world import World
+
+TIER_NAMES = ("node", "network")
+"""Innermost first; ranks of one machine have the first only."""
+
+DEFAULT_RANKS_ON_CPU = 8
+"""At most as many processes are started on a CPU unless asked for more, and at most one per core."""
+
+
+def calibrate(device_type: str | None = None, num_ranks: int | None = None, *, quick: bool = False) -> Hardware:
+    """The hardware this runs on, measured over ``num_ranks`` new processes, or over the ranks of the ``torchrun`` job.
+
+    ``device_type`` is ``"cpu"`` or ``"cuda"``; CUDA where there is some if not given. ``num_ranks`` is by default the number of
+    CUDA devices, or of CPU cores (at least 2, at most 8). It takes about a minute, ``quick`` a few seconds.
+
+    Raises:
+        ConfigError: no such device, more ranks than CUDA devices, or ``num_ranks`` other than the job's.
+    """
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    _check_request(device_type, num_ranks)
+    if in_job():
+        return describe(measure_in_job(measure_rank, device_type, quick))
+    return describe(measure_in_processes(measure_rank, device_type, num_ranks or default_ranks(device_type), quick))
+
+
+def default_ranks(device_type: str) -> int:
+    """A rank for every CUDA device, or CPU core up to 8; on a CPU at least 2, so that there is something to connect."""
+    if device_type == "cuda":
+        return torch.cuda.device_count()
+    return max(2, min(DEFAULT_RANKS_ON_CPU, os.cpu_count() or 1))
+
+
+def measure_rank(world: World, quick: bool) -> dict[str, Any]:
+    """One rank's part, with the effort that fits the device."""
+    crowded = world.device.type == "cpu" and _local_ranks() * torch.get_num_threads() > (os.cpu_count() or 1)
+    return measure(world, effort_for(world.device.type, quick=quick, crowded=crowded))
+
+
+def measure(world: World, effort: Effort) -> dict[str, Any]:
+    """Everything that is measured, as JSON values, the same on all ranks. Collective."""
+    start = time.perf_counter()
+    sizes, tiers = _tiers(world)
+    return {
+        "device": _device_facts(world),
+        "sizes": sizes,
+        "products": measure_products(world, effort),
+        "streams": measure_streams(world, effort),
+        "launches": measure_launches(world, effort),
+        "links": measure_links(world, tiers, effort),
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def describe(measured: dict[str, Any]) -> Hardware:
+    """The hardware that fits what :func:`measure` returned."""
+    facts = measured["device"]
+    peaks, tables, errors = fit_products(measured["products"])
+    residuals = {f"products.{dtype}": error for dtype, error in errors.items()}
+    bytes_per_s, streams, residuals["streams"] = fit_streams(measured["streams"])
+    launch_s, residuals["launches"] = fit_launches(measured["launches"])
+    tiers = []
+    for name, sizes in measured["sizes"].items():
+        tier, errors = _describe_tier(name, tuple(sizes), [p for p in measured["links"] if p["tier"] == name], bytes_per_s)
+        tiers.append(tier)
+        residuals |= errors
+    how = f"measured by shardwright calibrate, {date.today()}, torch {torch.__version__}, {facts['ranks']}"
+    return Hardware(
+        name=facts["host"],
+        device=Device(facts["name"], facts["memory_bytes"], peaks, bytes_per_s, launch_s, tables, streams),
+        tiers=tuple(tiers),
+        residuals=residuals,
+        sources={"device": how, "tiers": how},
+        measurements={key: measured[key] for key in ("products", "streams", "launches", "links", "seconds")},
+    )
+
+
+def _describe_tier(name: str, sizes: tuple[int, ...], points: Points, copy_bytes_per_s: float) -> tuple[Tier, dict[str, float]]:
+    """One tier: numbers for every kind of collective, and of all of them for those there will be."""
+    if not points:  # a device alone: no collective ever asks
+        return Tier(name, sizes, 0.0, copy_bytes_per_s), {}
+    link, error = fit_link(points)
+    fits = {kind: fit_link([point for point in points if point["kind"] == kind]) for kind in COLLECTIVES}
+    tier = Tier(name, sizes, link.latency_s, link.bytes_per_s, kinds={kind: fit for kind, (fit, _) in fits.items()})
+    return tier, {f"{name}.all kinds": error} | {f"{name}.{kind}": error for kind, (_, error) in fits.items()}
+
+
+def _check_request(device_type: str, num_ranks: int | None) -> None:
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("there is no CUDA device to measure", hint="--device cpu")
+    if num_ranks is not None and num_ranks < 1:
+        raise ConfigError(f"--ranks is at least 1, not {num_ranks}")
+    if in_job():
+        world_size = int(os.environ["WORLD_SIZE"])
+        if num_ranks not in (None, world_size):
+            raise ConfigError(
+                f"--ranks {num_ranks} under torchrun",
+                why=f"the job has {world_size} ranks, and all of them measure",
+                hint="leave --ranks out",
+            )
+    elif device_type == "cuda" and num_ranks is not None and num_ranks > torch.cuda.device_count():
+        raise ConfigError(
+            f"--ranks {num_ranks} is more than there are CUDA devices", why=f"{torch.cuda.device_count()} are here"
+        )
+
+
+def _tiers(world: World) -> tuple[dict[str, list[int]], list[tuple[str, list[Groups]]]]:
+    """The devices of each tier's groups by its name, and the groups to measure. Ranks of a node are neighbours."""
+    if world.size == 1:
+        return {TIER_NAMES[0]: [1]}, []
+    node_of = world.all_gather_object(_node())
+    nodes = [
+        tuple(rank for rank, _ in members) for _, members in itertools.groupby(enumerate(node_of), key=lambda item: item[1])
+    ]
+    sizes, tiers = {TIER_NAMES[0]: [len(node) for node in nodes]}, []
+    least = min(sizes[TIER_NAMES[0]])
+    # Groups of one list have one size, as the points of a fit do: of uneven nodes the first ranks.
+    inside = [tuple(node[:least] for node in nodes)] if least > 1 else []
+    if least >= 4:
+        inside.append(tuple(node[i : i + 2] for node in nodes for i in range(0, least - 1, 2)))
+    tiers.append((TIER_NAMES[0], inside))
+    if len(nodes) > 1:
+        sizes[TIER_NAMES[1]] = [world.size]
+        tiers.append((TIER_NAMES[1], [tuple(tuple(node[i] for node in nodes) for i in range(least))]))
+    return sizes, tiers
+
+
+def _device_facts(world: World) -> dict[str, Any]:
+    ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
+    if world.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(world.device)
+        return {"host": platform.node(), "name": properties.name, "memory_bytes": properties.total_memory, "ranks": ranks}
+    threads = torch.get_num_threads()
+    return {
+        "host": platform.node(),
+        "name": f"{_cpu_name()}, {_local_ranks()} ranks on {os.cpu_count()} cores",
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _local_ranks(),
+        "ranks": f"{ranks} with {threads} thread{'s' if threads > 1 else ''} each",
+    }
+
+
+def _node() -> int:
+    """Which machine of the job this rank is on."""
+    return int(os.environ.get("GROUP_RANK", "0"))
+
+
+def _local_ranks() -> int:
+    """The ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines: Sequence[str] = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else ()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,63 @@
+"""How much a calibration measures: sizes and times, for a CPU or CUDA, thorough or quick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What is measured, and for how long.
+
+    ``product_sizes`` is the grid for m, n and k; its upper end is cut for dtypes in which one product of that size takes longer
+    than ``longest_product_s``. ``stream_bytes`` are sizes of tensors that are copied or added, ``message_bytes`` those of
+    collectives. ``point_s`` is about the time spent on one point, of which there are hundreds, ``sample_s`` that of a sample.
+    """
+
+    product_sizes: tuple[int, ...]
+    longest_product_s: float
+    stream_bytes: tuple[int, ...]
+    message_bytes: tuple[int, ...]
+    point_s: float
+    sample_s: float = 2e-4
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+_CPU = Effort(
+    product_sizes=(8, 32, 128, 512, 2048),
+    longest_product_s=0.6,
+    stream_bytes=tuple(2**power for power in (12, 16, 18, 20, 22, 24, 26)),
+    message_bytes=tuple(2**power for power in (8, 12, 14, 16, 18, 20, 22, 24)),
+    point_s=0.03,
+)
+_CUDA = Effort(
+    product_sizes=(16, 64, 256, 1024, 4096, 16384),
+    longest_product_s=0.2,
+    stream_bytes=tuple(2**power for power in (16, 20, 22, 24, 26, 28, 30)),
+    message_bytes=tuple(2**power for power in (8, 12, 14, 16, 18, 20, 22, 24, 26, 28)),
+    point_s=0.02,
+)
+
+
+CROWDED_SAMPLE_S = 2e-2
+"""Several turns of a scheduler: where ranks take turns on cores, a shorter sample would show a core of one's own."""
+
+
+def effort_for(device_type: str, *, quick: bool, crowded: bool = False) -> Effort:
+    """The effort for ``"cpu"`` or ``"cuda"``: about a minute, or with ``quick`` a few seconds and wider errors.
+
+    ``crowded``: there are more threads than cores.
+    """
+    full = _CUDA if device_type == "cuda" else _CPU
+    full = replace(full, sample_s=CROWDED_SAMPLE_S) if crowded else full
+    if not quick:
+        return full
+    return replace(
+        full,
+        product_sizes=full.product_sizes[:4:2] + full.product_sizes[3:4],
+        stream_bytes=full.stream_bytes[::2],
+        message_bytes=full.message_bytes[:7:2],
+        point_s=full.point_s / 3,
+    )

@@ -1,0 +1,154 @@
+"""The measurement itself: on threads with next to no effort, in processes, under torchrun; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwright.compiler.calibrate import calibrate as calibrate_module
+from shardwright.compiler.calibrate import command
+from shardwright.compiler.calibrate.calibrate import default_ranks, describe, measure
+from shardwright.compiler.calibrate.effort import Effort, effort_for
+from shardwright.compiler.calibrate.timing import seconds_per_call
+from shardwright.compiler.cli import main
+from shardwright.compiler.cost.collectives import collective_s
+from shardwright.compiler.cost.hardware import COLLECTIVES, Hardware, load_hardware
+from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.world import current_world
+
+TINY = Effort((2, 4), 1.0, (256, 1024), (256, 4096), 1e-4, 1e-5, (torch.float32, torch.float64))
+
+
+def measured(num_ranks: int) -> Hardware:
+    if num_ranks == 1:
+        return describe(measure(current_world(), TINY))
+    results = run_ranks(num_ranks, lambda rank: measure(current_world(), TINY))
+    facts = [{key: value for key, value in result.items() if key != "seconds"} for result in results]
+    assert all(fact == facts[0] for fact in facts)
+    return describe(results[0])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_everything_is_measured_and_described(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
+    hardware = measured(num_ranks)
+    assert Hardware.from_json(json.loads(hardware.dumps())) == hardware
+    assert hardware.num_devices == num_ranks and len(hardware.tiers) == 1
+    device = hardware.device
+    assert f"{num_ranks} ranks on {os.cpu_count()} cores" in device.name
+    assert device.memory_bytes == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks
+    assert set(device.flops_per_s) == {"float32", "float64"} and device.streams is not None
+    assert device.measured(3, 3, 3, "float32") and not device.measured(8, 3, 3, "float32")
+    expected = {"products.float32", "products.float64", "streams", "launches"}
+    if num_ranks > 1:
+        expected |= {f"node.{kind}" for kind in COLLECTIVES} | {"node.all kinds"}
+        assert all(collective_s(hardware, kind, 1e6, range(2)) > 0 for kind in COLLECTIVES)
+        sizes = {point["ranks"] for point in hardware.measurements["links"]}
+        assert sizes == ({2, 4} if num_ranks == 4 else {2})
+    assert hardware.residuals.keys() == expected and all(error >= 0 for error in hardware.residuals.values())
+
+
+def test_nodes_of_a_job_become_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five ranks on two nodes: groups of equal size inside them, and one pair of ranks between for each of the smaller's."""
+    monkeypatch.setattr(calibrate_module, "_node", lambda: int(current_world().rank >= 3))
+    hardware = measured(5)
+    assert [(tier.name, tier.sizes) for tier in hardware.tiers] == [("node", (3, 2)), ("network", (5,))]
+    assert {(point["tier"], point["ranks"]) for point in hardware.measurements["links"]} == {("node", 2), ("network", 2)}
+    assert {f"network.{kind}" for kind in COLLECTIVES} <= hardware.residuals.keys()
+
+
+def test_large_products_of_slow_dtypes_are_left_out() -> None:
+    impatient = Effort((2, 4, 2**20), 1e-3, (256,), (256,), 1e-4, 1e-5, (torch.float32,))
+    table = describe(measure(current_world(), impatient)).device.matmul_efficiency
+    assert table["float32"].m == (2, 4)
+
+
+def test_a_sample_is_many_calls_where_one_is_short() -> None:
+    calls: list[int] = []
+    seconds = seconds_per_call(lambda: calls.append(1), torch.device("cpu"), 0.0, 1e-3)
+    assert 0 < seconds < 1e-4
+    assert len(calls) > 2 + 3 * 10
+
+
+def test_quick_measures_less_and_crowded_ranks_longer() -> None:
+    full, quick, crowded = (
+        effort_for("cpu", quick=False),
+        effort_for("cpu", quick=True),
+        effort_for("cpu", quick=False, crowded=True),
+    )
+    assert set(quick.product_sizes) < set(full.product_sizes) and set(quick.message_bytes) < set(full.message_bytes)
+    assert quick.point_s < full.point_s and crowded.sample_s > full.sample_s
+    assert effort_for("cuda", quick=False).product_sizes[-1] > full.product_sizes[-1]
+    assert 2 <= default_ranks("cpu") <= 8
+
+
+def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["calibrate", *arguments]) == 1
+    return capsys.readouterr().err
+
+
+def test_what_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = str(tmp_path / "own.json")
+    assert _refused(capsys, "--out", "own") == (
+        "error: --out own does not end in .json\n  why:   the other commands know a hardware file by that\n"
+    )
+    assert _refused(capsys, "--out", "none/own.json") == "error: there is no folder none to write own.json to\n"
+    assert _refused(capsys, "--out", out, "--ranks", "0") == "error: --ranks is at least 1, not 0\n"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert _refused(capsys, "--out", out, "--device", "cuda") == (
+        "error: there is no CUDA device to measure\n  try:   --device cpu\n"
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert _refused(capsys, "--out", out, "--ranks", "3") == (
+        "error: --ranks 3 is more than there are CUDA devices\n  why:   2 are here\n"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert _refused(capsys, "--out", out, "--ranks", "3") == (
+        "error: --ranks 3 under torchrun\n  why:   the job has 8 ranks, and all of them measure\n  try:   leave --ranks out\n"
+    )
+
+
+def test_an_interrupt_leaves_the_file_as_it_was(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out = tmp_path / "own.json"
+    out.write_text("old")
+
+    def interrupted(*arguments: object, **options: object) -> Hardware:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "calibrate", interrupted)
+    assert main(["calibrate", "--out", str(out)]) == command.INTERRUPTED
+    assert capsys.readouterr().err == f"interrupted: {out} was not written\n"
+    assert out.read_text() == "old" and list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.slow
+def test_the_command_measures_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "own.json"
+    assert main(["calibrate", "--quick", "--device", "cpu", "--ranks", "2", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "products, float32" in printed and "all_reduce" in printed and f"file: {out}" in printed
+    hardware = load_hardware(str(out))
+    assert hardware.num_devices == 2
+    assert 1e8 < hardware.device.flops_per_s["float32"] < 1e14
+    assert hardware.device.matmul_s(512, 512, 512, "float64") > hardware.device.matmul_s(64, 64, 64, "float64")
+    assert collective_s(hardware, "all_reduce", 2**24, (0, 1)) > collective_s(hardware, "all_reduce", 2**8, (0, 1)) > 0
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_ranks_of_the_job_measure(tmp_path: Path) -> None:
+    out = tmp_path / "job.json"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, "-m", "shardwright", "calibrate", "--quick", "--device", "cpu", "--out", str(out)]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count(f"file: {out}") == 1
+    assert load_hardware(str(out)).num_devices == 2

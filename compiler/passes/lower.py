@@ -19,6 +19,7 @@ from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.strategy import layouts
 from shardwright.compiler.plan.check import check_strategies
 from shardwright.compiler.passes.sharing import Route, routes
+from shardwright.compiler.passes.strides import without_strided_views
 from shardwright.compiler.plan.conversion import AdapterStep, canonical, convert
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Instruction, Program
@@ -29,8 +30,7 @@ def lower(graph: IRGraph, plan: Plan) -> Program:
     """The program of ``graph`` under ``plan``. Raises :class:`PlanError` for strategies that its operators do not have."""
     check_strategies(graph, plan)
     graph = drop_outputs(graph, plan)
-    lowering = _Lowering(graph, plan)
-    program = lowering.run()
+    program = without_strided_views(_Lowering(graph, plan).run())
     if graph.eval_graph is None:
         return program
     stored = {d.value.fqn: d.layout for d in program.declarations if d.value.fqn}

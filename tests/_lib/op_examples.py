@@ -86,6 +86,8 @@ def reductions() -> list[Call]:
         (torch.aminmax, (X,), {"dim": 1}),
         (torch.any, (X > 1, 1)),
         (torch.all, (X > -1,)),
+        (torch.all, (X > -1,), {"dim": (), "keepdim": True}),
+        (torch.sum, (X,), {"dim": ()}),
         (torch.argmax, (X, 1)),
         (torch.argmin, (X,)),
         (torch.nanmean, (X, 1)),

@@ -82,7 +82,17 @@ def _whole(op: IROp) -> OpRule:
     return parse_rule(reduced_annotation(op, _dims(op), "^"), op)
 
 
-for _name in ("amax", "amin", "any", "all", "argmax", "argmin", "aminmax", "nanmean", "prod"):
+def _truth(op: IROp) -> OpRule:
+    """Unlike its neighbours, this one takes ``dim=()`` at its word: it reduces nothing."""
+    if op.arg("dim") == ():
+        term = reduced_term(op.operands[0].ndim, (), "")
+        return parse_rule(annotation([term], [term]), op)
+    return _whole(op)
+
+
+for _name in ("any", "all"):
+    define(_name, "input, dim=None, keepdim=False", f"torch.{_name}", _truth, *through(_PLAIN, callables(_name)))
+for _name in ("amax", "amin", "argmax", "argmin", "aminmax", "nanmean", "prod"):
     _dtype = ", *, dtype=None" if _name in ("nanmean", "prod") else ""
     define(_name, f"input, dim=None, keepdim=False{_dtype}", f"torch.{_name}", _whole, *through(_PLAIN, callables(_name)))
 

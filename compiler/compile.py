@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardwright.compiler.codegen.emit import Origin, emit
+from shardwright.compiler.codegen.emit import Origin, class_name, emit
 from shardwright.compiler.codegen.emit_pipeline import emit_pipeline
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.printer import print_graph
@@ -96,6 +96,7 @@ def compile_graph(
     Raises :class:`PlanError` for a policy that returns something else than a plan, or a plan that does not fit.
     """
     manager = manager or pass_manager()
+    graph = replace(graph, name=class_name(graph.name))
     if config.inference_only:
         graph = manager.run(FunctionPass("inference", without_gradients), graph)
     planned: IRGraph = annotate(graph, manager)

@@ -28,6 +28,8 @@ from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.render import argument_source, call_source, imports_of
+from shardwright.compiler.ops.terms import RUNTIME
+from shardwright.compiler.passes.verify_program import TABLE
 from shardwright.compiler.plan.blocks import Run, Update, container_path, group_blocks, layered, size_symbols
 from shardwright.compiler.plan.conversion import CutSizes
 from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Instruction, Program
@@ -42,6 +44,13 @@ RUNTIME_IMPORTS = {
     "rebuild": "from shardwright.runtime.structure import rebuild",
 }
 RESERVED = {"self", "torch", "F", "math", "block", "layer", *RUNTIME_IMPORTS}
+
+
+def class_name(name: str) -> str:
+    """What the class made of a user's class is called: the same, unless generated code reads something else by that name."""
+    registry.load_tables()
+    functions = {op.rpartition(".")[2] for op in registry.OPS if op.startswith(RUNTIME)}
+    return f"{name}Module" if name in RESERVED | functions | {kind for kind, _ in TABLE} else name
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwright.compiler.codegen.emit import class_name
 from shardwright.compiler.codegen.names import MODULE_ATTRIBUTES, attribute_path
 from shardwright.compiler.verification.verify import verify
 from shardwright.runtime.module import ParallelModule
@@ -192,3 +193,21 @@ def test_an_argument_called_like_its_dynamic_dim(policy: str, tmp_path: Path) ->
     model = Rows().double()
     compiled = plans.compile_with(plans.traced(model, inputs, dynamic_dims={"batch": {0: "batch"}}), policy, 2)
     plans.check(model, inputs, compiled, tmp_path, plans.reference_run(model, [inputs], steps=1))
+
+
+class F(nn.Module):
+    """Called like a module that generated code reads at run time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).square().mean()
+
+
+def test_a_class_called_like_what_generated_code_reads(tmp_path: Path) -> None:
+    compiled, _ = plans.check_policy(F().double(), X, "tp", 2, tmp_path)
+    assert "class FModule(ParallelModule):" in compiled.files["gencode0.py"]
+    for name, expected in {"narrow": "narrowModule", "Cut": "CutModule", "embedding": "embeddingModule", "linear": "linear"}.items():
+        assert class_name(name) == expected

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardwright.runtime.checkpoint.pretrained import export_pretrained, load_pretrained
     from shardwright.runtime.checkpoint.save import save_checkpoint
     from shardwright.runtime.config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
+    from shardwright.runtime.distributed_config import DistributedOptimizerConfig
     from shardwright.runtime.errors import (
         AnnotationError,
         CheckpointError,
@@ -52,6 +53,7 @@ __all__ = [
     "ComputeConfig",
     "ConfigError",
     "DistributedError",
+    "DistributedOptimizerConfig",
     "IRGraph",
     "InputError",
     "InternalError",
@@ -94,6 +96,7 @@ _MODULES = {
     "ComputeConfig": "shardwright.runtime.config",
     "ConfigError": "shardwright.runtime.errors",
     "DistributedError": "shardwright.runtime.errors",
+    "DistributedOptimizerConfig": "shardwright.runtime.distributed_config",
     "IRGraph": "shardwright.compiler.ir.graph",
     "InputError": "shardwright.runtime.errors",
     "InternalError": "shardwright.runtime.errors",

@@ -53,6 +53,8 @@ class Bucket:
         self._views: list[Tensor] = []
         self._unused: list[int] = []
         self._works: list[Work] = []
+        for member in members:
+            hold_gradients_in(member.parameter, self.dtype)
 
     @property
     def is_local(self) -> bool:
@@ -74,11 +76,14 @@ class Bucket:
         return self._allocated()[: sum(self.sizes)]
 
     def take(self, index: int) -> None:
-        """Move the gradient of one member into the buffer; ``parameter.grad`` becomes a view of it."""
+        """Called when a member got a gradient: move it into the buffer; ``parameter.grad`` becomes a view of it."""
+        if not self.is_local:
+            self._pack(index)
+
+    def _pack(self, index: int) -> None:
         parameter = self.members[index].parameter
         gradient = parameter.grad
-        if self.is_local or gradient is None:
-            return
+        assert gradient is not None
         self._allocated()
         view = self._views[index]
         if gradient is not view:
@@ -98,7 +103,7 @@ class Bucket:
                 self._allocated()
                 self._views[index].zero_()
             else:
-                self.take(index)
+                self._pack(index)
         buffer = self._allocated()
         flags = buffer[self.length :]
         flags.fill_(1)
@@ -169,6 +174,13 @@ class Bucket:
             pieces = torch.split(self._buffer[: sum(self.sizes)], self.sizes)
             self._views = [piece.view(m.parameter.shape) for piece, m in zip(pieces, self.members, strict=True)]
         return self._buffer
+
+
+def hold_gradients_in(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Let backward accumulate the gradient of ``parameter`` in ``dtype``. A gradient of another dtype is dropped."""
+    if parameter.grad_dtype != dtype:
+        parameter.grad = None
+        parameter.grad_dtype = dtype
 
 
 # The mark lies on the gradient tensor itself, so that it goes away with it however a user clears gradients.

@@ -33,6 +33,15 @@ class CompiledModule(Scope):
     rng: RngState
     reducer: Reducer | None = None
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters; under ZeRO those of the optimizer's shards with them."""
+        if self.reducer is not None and self.reducer.is_attached:
+            own = {id(parameter) for parameter in self.parameters()}
+            if all(id(parameter) in own for parameter in self.reducer.parameters):
+                self.reducer.clear(set_to_none)
+                return
+        super().zero_grad(set_to_none)
+
     def trained_parameters(self) -> Iterator[tuple[Declaration, nn.Parameter]]:
         """The parameters of this rank that get gradients, in order, each once."""
         raise NotImplementedError

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
+from shardwright.runtime.distributed_config import DistributedOptimizerConfig
 from shardwright.runtime.errors import ConfigError, did_you_mean
 
 OUTPUT_MODES = ("whole", "sharded", "drop")
@@ -62,8 +63,10 @@ class ComputeConfig:
 
     **Gradients.** Over the units they are summed, or averaged with ``grad_reduction="mean"``. ``use_async_reducer``
     starts the reduction of a bucket while backward still runs; a bucket holds ``reducer_bucket_cap_mb`` MiB.
-    ``inference_only`` compiles no backward. ``use_zero`` (stage 1, or 2, 3), ``zero_ngroups`` and
-    ``zero_use_reduce_scatter`` split optimizer state over the units; ``distributed_optimizer`` is its full option table.
+    ``inference_only`` compiles no backward. ``use_zero`` splits optimizer state over the ranks that hold copies of a parameter:
+    stage 1, or with 2 gradients are freed once they are reduced. ``zero_ngroups`` deals the units into groups that split the
+    state among themselves; ``zero_use_reduce_scatter`` sends a rank the gradients it needs only (stage 2 always does).
+    ``distributed_optimizer`` is the full option table (which scatters, and means stage 1 unless ``use_zero`` says 2).
 
     **Model.** ``use_end2end``: the first result of ``forward`` is the loss, and ``train_step`` runs it.
     ``dynamic_dims`` names the input dims whose size may differ between calls: ``{"input_ids": {0: "batch", 1: "seq"}}``,
@@ -97,7 +100,7 @@ class ComputeConfig:
     grad_reduction: str = "sum"
     rng: str = "fast"
     seed: int = 0
-    distributed_optimizer: Mapping[str, Any] | None = field(default=None, hash=False)
+    distributed_optimizer: DistributedOptimizerConfig | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name in ("plan_ngpus", "runtime_ngpus", "zero_ngroups"):
@@ -108,8 +111,11 @@ class ComputeConfig:
                 raise ConfigError(f"{name} is True or False", why=f"it is {getattr(self, name)!r}")
         _check_choice("grad_reduction", self.grad_reduction, ("sum", "mean"))
         _check_choice("rng", self.rng, ("fast", "plan_independent"))
+        if self.distributed_optimizer is not None:
+            object.__setattr__(self, "distributed_optimizer", DistributedOptimizerConfig.of(self.distributed_optimizer))
         _check_ranks(self)
         _check_bucket(self)
+        _check_table(self)
         _check_zero(self)
         _check_available(self)
         _check_order(self.rank_order)
@@ -141,10 +147,24 @@ class ComputeConfig:
         """The number of data-parallel copies of the unit."""
         return self.runtime_ngpus // self.plan_ngpus
 
+    @property
+    def zero_stage(self) -> int:
+        """The stage of ZeRO, 0 without."""
+        return int(self.use_zero) or int(self.distributed_optimizer is not None)
+
+    @property
+    def optimizer_table(self) -> DistributedOptimizerConfig | None:
+        """:attr:`distributed_optimizer` as it was read."""
+        table = self.distributed_optimizer
+        assert table is None or isinstance(table, DistributedOptimizerConfig)
+        return table
+
     def to_json(self) -> dict[str, Any]:
         """All fields as JSON values, in one order."""
         dims = {path: {str(dim): name for dim, name in dims.items()} for path, dims in self.dim_symbols().items()}
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {"dynamic_dims": dims}
+        table = None if self.optimizer_table is None else self.optimizer_table.to_json()
+        own = {"dynamic_dims": dims, "distributed_optimizer": table}
+        return {f.name: getattr(self, f.name) for f in fields(self)} | own
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ComputeConfig:
@@ -205,11 +225,37 @@ def _check_bucket(config: ComputeConfig) -> None:
                 )
 
 
+def _check_table(config: ComputeConfig) -> None:
+    """Refuse settings that the option table of the distributed optimizer contradicts."""
+    table = config.optimizer_table
+    if table is None:
+        return
+    if config.inference_only:
+        raise ConfigError(
+            "distributed_optimizer has no meaning with inference_only",
+            why="it splits optimizer state, and there is none",
+            hint="leave out distributed_optimizer, or inference_only",
+        )
+    if config.use_async_reducer and not table.overlap_grad_sync:
+        raise ConfigError(
+            "use_async_reducer and distributed_optimizer contradict each other",
+            why="use_async_reducer=True and overlap_grad_sync=False say the opposite of when gradients are reduced",
+            hint="leave out use_async_reducer",
+        )
+    cap_mb = config.reducer_bucket_cap_mb
+    if cap_mb is not None and cap_mb != table.bucket_cap_mb:
+        raise ConfigError(
+            "reducer_bucket_cap_mb and distributed_optimizer contradict each other",
+            why=f"reducer_bucket_cap_mb={cap_mb:g}, but bucket_cap_mb={table.bucket_cap_mb:g}",
+            hint="leave out reducer_bucket_cap_mb",
+        )
+
+
 def _check_zero(config: ComputeConfig) -> None:
     zero = config.use_zero
     if not isinstance(zero, int) or zero not in (0, 1, 2, 3):
         raise ConfigError("use_zero is False, True (stage 1), or a stage from 1 to 3", why=f"it is {zero!r}")
-    if not zero:
+    if not config.zero_stage:
         for name, default in (("zero_ngroups", 1), ("zero_use_reduce_scatter", False)):
             if getattr(config, name) != default:
                 raise ConfigError(
@@ -248,12 +294,6 @@ def _check_available(config: ComputeConfig) -> None:
                 why=f"this version has no support for {feature}",
                 hint=f"leave out {name}",
             )
-    if config.distributed_optimizer is not None:
-        raise ConfigError(
-            "distributed_optimizer is not available yet",
-            why="this version has no support for splitting the optimizer state over the units",
-            hint="leave it out: build_optimizer works with any torch.optim optimizer",
-        )
 
 
 def _check_order(order: str | None) -> None:

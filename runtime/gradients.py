@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from shardwright.runtime.bucket import Bucket, GradientSum, pack
+from shardwright.runtime.bucket import Bucket, DtypeRule, GradientSum, pack
 from shardwright.runtime.checksum import differing
 from shardwright.runtime.communicator import Communicator
 from shardwright.runtime.compiled import CompiledModule
@@ -113,7 +113,8 @@ class TrainedModel:
         settings = self.settings
         splits = whole_parameters is not None and settings.stage > 0
         # Filled from the end, as backward does.
-        packed = pack(list(reversed(self.sums)), settings.bucket_cap_bytes, settings.gradient_dtype)
+        dtype_of: DtypeRule = settings.gradient_dtype if splits else (lambda dtype: dtype)
+        packed = pack(list(reversed(self.sums)), settings.bucket_cap_bytes, dtype_of)
         buckets: list[Bucket]
         if splits:
             buckets = sharded_buckets(self.world, packed, settings, whole_parameters=bool(whole_parameters))
@@ -195,6 +196,7 @@ REDUCER_SETTINGS = (
     "use_zero",
     "zero_ngroups",
     "zero_use_reduce_scatter",
+    "distributed_optimizer",
 )
 """The fields of a config that say how gradients are reduced, and how optimizer state is split."""
 

@@ -84,6 +84,14 @@ class ParallelOptimizer(Optimizer):
         self._check_attached()
         self._reducer.sync()
 
+    def wait_for_parameters(self) -> None:
+        """Return when the parameters have the values of the last step.
+
+        Needed with ``overlap_param_sync`` only, before parameters are read otherwise than from their modules: forward passes,
+        ``state_dict()`` and ``named_parameters()`` of the module wait by themselves.
+        """
+        self._gathering.finish()
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside the block backward only accumulates. With ``use_async_reducer``, all but the last backward belong there."""
         return self._reducer.no_sync()
@@ -157,6 +165,7 @@ class ParallelOptimizer(Optimizer):
             nonlocal has_run
             if has_run:  # the optimizer may have changed its shards since
                 self._gathering.run()
+                self._gathering.finish()
             has_run = True
             loss = closure()
             self._reducer.sync()
@@ -166,6 +175,7 @@ class ParallelOptimizer(Optimizer):
 
     def _begin_step(self) -> None:
         self._check_attached()
+        self._gathering.finish()
         for shard in self.shards:
             shard.refresh()
         if not self._has_stepped:
@@ -231,7 +241,7 @@ def build_optimizer(
     optimizer.__class__ = type(name, (ParallelOptimizer, user_class), {"__doc__": user_class.__doc__})
     parallel = cast(ParallelOptimizer, optimizer)
     parallel._model, parallel._reducer = model, reducer
-    parallel._gathering, parallel.shards = ParameterGathering(reducer.buckets), tuple(shards)
+    parallel._gathering, parallel.shards = _gathering_of(module, reducer, model), tuple(shards)
     ranges = {shard.name: [shard.start, shard.stop] for shard in shards}
     for group in parallel.param_groups:
         # Where torch keeps names too: state dicts carry them, and can be merged without the module.
@@ -239,6 +249,10 @@ def build_optimizer(
         if shards:
             group["param_shards"] = [ranges.get(name) for name in group["param_names"]]
     return parallel
+
+
+def _gathering_of(module: nn.Module, reducer: Reducer, model: TrainedModel) -> ParameterGathering:
+    return ParameterGathering(module, reducer.buckets, overlaps=model.settings.overlaps_parameters)
 
 
 def _parameters(
@@ -295,7 +309,7 @@ def _kind_of(
     param_groups: Callable[[str, nn.Parameter], Mapping[str, Any]] | None,
     options: Mapping[str, Any],
 ) -> tuple[type[Optimizer], Collection[str]]:
-    """The class of the optimizer, and the names of what it updates. A function must be called to know; its result is dropped."""
+    """The class of the optimizer, and the names of what it updates. A function must be called to know."""
     called: Any = optimizer_fn.func if isinstance(optimizer_fn, partial) else optimizer_fn
     if isinstance(called, type) and issubclass(called, Optimizer):
         return called, parameters.keys()

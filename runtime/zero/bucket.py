@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
-from shardwright.runtime.bucket import Bucket, GradientSum, set_reduced
+from shardwright.runtime.bucket import Bucket, GradientSum, hold_gradients_in, set_reduced
 from shardwright.runtime.communicator import Work
 from shardwright.runtime.zero.groups import ZeroGroup
 from shardwright.runtime.zero.settings import ReductionSettings
@@ -24,6 +25,12 @@ class ShardedBucket(Bucket):
     - *scattered* (``settings.scatters``): each rank gets its slice only, summed inside the group first and then across the
       groups. A parameter's ``grad`` is ``None`` from then on; with stage 2 the buffer is freed with it. Then several backward
       passes may each be reduced (:meth:`end_round`): what they bring is added up in the slice.
+
+    With ``settings.contiguous_gradients`` gradients are views of the buffer as they arrive, in the dtype in which they are
+    reduced. Otherwise they stay tensors of their own in the dtype of the parameter, and the buffer exists while they are
+    reduced only.
+
+    ``parameter_buffer``: what the parameters are views of, if they are.
     """
 
     def __init__(
@@ -33,9 +40,16 @@ class ShardedBucket(Bucket):
         slice_sizes: Sequence[int],
         shards: Sequence[ParameterShard],
         settings: ReductionSettings,
+        parameter_buffer: Tensor | None = None,
     ) -> None:
         super().__init__(members)
+        self.dtype = settings.gradient_dtype(self.dtype)
+        self._is_contiguous = settings.contiguous_gradients
+        if self._is_contiguous:
+            for member in members:
+                hold_gradients_in(member.parameter, self.dtype)
         self.group = group
+        self.parameter_buffer = parameter_buffer
         self.slice_sizes = list(slice_sizes)
         self.length = sum(slice_sizes)
         self.shards = shards
@@ -60,12 +74,26 @@ class ShardedBucket(Bucket):
         tensors: list[Tensor] = [shard.tensor for shard in self.shards]
         if self._scatters:
             return tensors
-        copies = [shard.tensor for shard in self.shards if shard.tensor.dtype != self.dtype]
+        copies = [shard.tensor for shard in self.shards if shard.tensor.dtype != self.dtype or not self._is_contiguous]
         return [*super().holders, *copies]
 
     @property
     def counted(self) -> list[Tensor]:
         return [shard.tensor for shard in self.shards if shard.is_counted]
+
+    def take(self, index: int) -> None:
+        """See :meth:`Bucket.take`."""
+        if self._is_contiguous:
+            self._pack(index)
+
+    def _pack(self, index: int) -> None:
+        if self._is_contiguous:
+            super()._pack(index)
+        else:
+            gradient = self.members[index].parameter.grad
+            assert gradient is not None
+            self._allocated()
+            self._views[index].copy_(gradient)
 
     def _launch(self, buffer: Tensor) -> list[Work]:
         if not self._scatters:
@@ -84,7 +112,7 @@ class ShardedBucket(Bucket):
         self._mine = arriving if self._mine is None else self._mine.add_(arriving)
         for member in self.members:
             member.parameter.grad = None
-        if self._frees:
+        if self._frees or not self._is_contiguous:
             self._buffer, self._views = None, []
 
     def finish(self, divisor: int, after: Callable[[Tensor], None]) -> None:
@@ -103,7 +131,7 @@ class ShardedBucket(Bucket):
         if divisor > 1:
             gradients.div_(divisor)
         after(gradients)
-        self._publish(mine)
+        self._publish(mine if self._scatters or self._is_contiguous else mine.clone())
 
     def clear(self, set_to_none: bool) -> None:
         """Forget the gradients of parameters and shards. Without ``set_to_none`` those that had one keep one of zeros."""
@@ -115,10 +143,13 @@ class ShardedBucket(Bucket):
         for index, member in enumerate(self.members):
             member.parameter.grad = None
             if index in used and not set_to_none:
-                self._allocated()
-                view = self._views[index].zero_()
-                set_reduced(view, False)
-                member.parameter.grad = view
+                if self._is_contiguous:
+                    self._allocated()
+                    view = self._views[index].zero_()
+                    set_reduced(view, False)
+                    member.parameter.grad = view
+                else:
+                    member.parameter.grad = torch.zeros_like(member.parameter)
 
     def has_reduced(self, index: int) -> bool:
         return self._is_published if self._scatters else super().has_reduced(index)
@@ -134,8 +165,11 @@ class ShardedBucket(Bucket):
         """Hand out the gradients. ``mine``: this rank's slice of their sum."""
         if not self._scatters:
             for index in self._used:
-                self.members[index].parameter.grad = self._views[index]
-                set_reduced(self._views[index], True)
+                parameter, view = self.members[index].parameter, self._views[index]
+                parameter.grad = view if self._is_contiguous else view.to(parameter.dtype, copy=True)
+                set_reduced(parameter.grad, True)
+            if not self._is_contiguous:
+                self._buffer, self._views = None, []
         if self.shards:
             mine = mine.to(self.shards[0].tensor.dtype)
         for index, (shard, offset) in enumerate(zip(self.shards, self.offsets, strict=True)):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from shardwright.runtime.bucket import Bucket, GradientSum
 from shardwright.runtime.world import World
 from shardwright.runtime.zero.bucket import ShardedBucket
+from shardwright.runtime.zero.gathering import contiguous
 from shardwright.runtime.zero.groups import ZeroGroup, deal
 from shardwright.runtime.zero.settings import ReductionSettings
 from shardwright.runtime.zero.shards import ParameterShard, shard_tensor
@@ -42,6 +43,7 @@ def sharded_buckets(
             members = sorted(members, key=lambda item: owners[item.name])
             sizes = [item.parameter.numel() for item in members]
             slice_sizes = owned_sizes(sizes, [owners[item.name] for item in members], num_ranks)
+        buffer = contiguous(members, sum(slice_sizes)) if settings.contiguous_parameters else None
         shards = []
         for item, ranges in zip(members, pieces(sizes, slice_sizes), strict=True):
             start, stop = ranges[group.inside.index]
@@ -53,7 +55,7 @@ def sharded_buckets(
                     item.name, item.parameter, item.layout, tensor, start, stop, is_view, held, group.across.ranks, is_counted
                 )
             )
-        buckets.append(ShardedBucket(members, group, slice_sizes, shards, settings))
+        buckets.append(ShardedBucket(members, group, slice_sizes, shards, settings, buffer))
     return buckets
 
 

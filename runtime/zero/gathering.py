@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardwright.runtime.bucket import Bucket
+from shardwright.runtime.bucket import Bucket, GradientSum
 from shardwright.runtime.communicator import Work
+from shardwright.runtime.zero.awaited import await_parameters
 from shardwright.runtime.zero.bucket import ShardedBucket
 
 
@@ -20,27 +21,84 @@ class BucketGathering:
         self._buffer: Tensor | None = None
         self._work: Work | None = None
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [member.parameter for member in self._bucket.members]
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._work is not None
+
     def start(self) -> None:
         """Begin: what this rank updated is read now."""
         bucket = self._bucket
         first = bucket.members[0].parameter
-        self._buffer = first.detach().new_empty(bucket.length)
-        mine = self._buffer[bucket.low : bucket.high]
+        buffer = bucket.parameter_buffer
+        if buffer is None or buffer.device != first.device:
+            buffer = first.detach().new_empty(bucket.length)
+        mine = buffer[bucket.low : bucket.high]
         for shard, offset in zip(bucket.shards, bucket.offsets, strict=True):
-            if shard.num_elements:
-                mine[offset : offset + shard.num_elements].copy_(shard.tensor.detach().view(-1))
-        self._work = bucket.group.inside.all_gather_async_(self._buffer, bucket.slice_sizes)
+            _copy(mine[offset : offset + shard.num_elements], shard.tensor.detach().view(-1))
+        self._buffer = buffer
+        self._work = bucket.group.inside.all_gather_async_(buffer, bucket.slice_sizes)
 
     def finish(self) -> None:
         """Wait, and write the parameters. Does nothing if nothing has started."""
         if self._work is None or self._buffer is None:
             return
-        self._work.wait()
-        bucket = self._bucket
+        work, self._work = self._work, None
+        work.wait()
+        bucket, buffer, self._buffer = self._bucket, self._buffer, None
         with torch.no_grad():
-            for member, piece in zip(bucket.members, torch.split(self._buffer[: sum(bucket.sizes)], bucket.sizes), strict=True):
-                member.parameter.copy_(piece.view(member.parameter.shape))
-        self._work, self._buffer = None, None
+            for member, piece in zip(bucket.members, torch.split(buffer[: sum(bucket.sizes)], bucket.sizes), strict=True):
+                _copy(member.parameter, piece.view(member.parameter.shape))
+
+
+class ParameterGathering:
+    """The gathering of all buckets of ``module``, in their order.
+
+    At most two buckets are under way at a time; with ``overlaps`` all of them are, until :meth:`finish` is called or somebody
+    reads one of their parameters from the module that has it.
+    """
+
+    def __init__(self, module: nn.Module, buckets: Iterable[Bucket], *, overlaps: bool = False) -> None:
+        self._module = module
+        self._gatherings = [BucketGathering(bucket) for bucket in buckets if isinstance(bucket, ShardedBucket)]
+        self._overlaps = overlaps
+
+    def run(self) -> None:
+        """Gather everything, or begin to. Collective."""
+        self.finish()
+        if self._overlaps:
+            for gathering in self._gatherings:
+                gathering.start()
+            await_parameters(self._module, self._gatherings)
+            return
+        previous: BucketGathering | None = None
+        for gathering in self._gatherings:
+            gathering.start()
+            if previous is not None:
+                previous.finish()
+            previous = gathering
+        if previous is not None:
+            previous.finish()
+
+    def finish(self) -> None:
+        """Wait for what is under way."""
+        for gathering in self._gatherings:
+            gathering.finish()
+
+
+def contiguous(members: Sequence[GradientSum], length: int) -> Tensor:
+    """Move the parameters of ``members`` end to end into one new buffer of ``length`` elements, which is returned."""
+    first = members[0].parameter
+    buffer = torch.zeros(length, dtype=first.dtype, device=first.device)
+    sizes = [member.parameter.numel() for member in members]
+    for member, piece in zip(members, torch.split(buffer[: sum(sizes)], sizes), strict=True):
+        view = piece.view(member.parameter.shape)
+        view.copy_(member.parameter.detach())
+        member.parameter.data = view
+    return buffer
 
 
 def gathered_gradients(buckets: Iterable[Bucket]) -> dict[str, Tensor | None]:
@@ -53,7 +111,8 @@ def gathered_gradients(buckets: Iterable[Bucket]) -> dict[str, Tensor | None]:
         if not isinstance(bucket, ShardedBucket):
             gradients.update((member.name, member.parameter.grad) for member in bucket.members)
             continue
-        buffer = torch.zeros(bucket.length, dtype=bucket.dtype, device=bucket.members[0].parameter.device)
+        dtype = bucket.shards[0].tensor.dtype
+        buffer = torch.zeros(bucket.length, dtype=dtype, device=bucket.members[0].parameter.device)
         for shard, offset in zip(bucket.shards, bucket.offsets, strict=True):
             if shard.tensor.grad is not None:
                 start = bucket.low + offset
@@ -66,19 +125,7 @@ def gathered_gradients(buckets: Iterable[Bucket]) -> dict[str, Tensor | None]:
     return gradients
 
 
-class ParameterGathering:
-    """The gathering of all buckets, in their order, at most two of them under way at a time."""
-
-    def __init__(self, buckets: Iterable[Bucket]) -> None:
-        self._gatherings = [BucketGathering(bucket) for bucket in buckets if isinstance(bucket, ShardedBucket)]
-
-    def run(self) -> None:
-        """Gather everything. Collective."""
-        previous: BucketGathering | None = None
-        for gathering in self._gatherings:
-            gathering.start()
-            if previous is not None:
-                previous.finish()
-            previous = gathering
-        if previous is not None:
-            previous.finish()
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Copy, unless both are the same memory."""
+    if target.numel() and target.data_ptr() != source.data_ptr():
+        target.copy_(source)

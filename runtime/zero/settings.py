@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.distributed_config import DistributedOptimizerConfig
 
 DEFAULT_BUCKET_CAP_MB = 25.0
 
@@ -17,7 +18,8 @@ class ReductionSettings:
 
     ``divisor``: the number of units where gradients are averaged over them, else 1. ``bucket_cap_mb``: MiB of gradients in a
     bucket. ``asynchronous``: buckets are reduced while backward runs. ``stage``: of ZeRO, 0 without. ``num_groups``: of ranks
-    that split the state among themselves. ``scatters``: gradients go to the ranks that need them only.
+    that split the state among themselves. ``scatters``: gradients go to the ranks that need them only. ``table``: the options
+    of the distributed optimizer, without which nothing changes its dtype and parameters and gradients lie as they always do.
     """
 
     divisor: int = 1
@@ -26,21 +28,24 @@ class ReductionSettings:
     stage: int = 0
     num_groups: int = 1
     scatters: bool = False
+    table: DistributedOptimizerConfig | None = None
 
     @classmethod
     def of(cls, config: ComputeConfig | None, num_units: int) -> ReductionSettings:
         """What ``config`` asks for, or what holds without one."""
         if config is None:
             return cls()
-        stage = int(config.use_zero)
-        cap_mb = config.reducer_bucket_cap_mb
+        stage, table, cap_mb = config.zero_stage, config.optimizer_table, config.reducer_bucket_cap_mb
+        if table is not None:
+            cap_mb = table.bucket_cap_mb
         return cls(
             divisor=num_units if config.grad_reduction == "mean" else 1,
             bucket_cap_mb=DEFAULT_BUCKET_CAP_MB if cap_mb is None else cap_mb,
-            asynchronous=config.use_async_reducer,
+            asynchronous=config.use_async_reducer if table is None else table.overlap_grad_sync,
             stage=stage,
             num_groups=config.zero_ngroups,
-            scatters=config.zero_use_reduce_scatter or stage == 2,
+            scatters=config.zero_use_reduce_scatter or stage == 2 or table is not None,
+            table=table,
         )
 
     @property
@@ -52,10 +57,36 @@ class ReductionSettings:
         """Whether gradients are freed as soon as they have been reduced (ZeRO-2)."""
         return self.stage == 2
 
+    @property
+    def contiguous_gradients(self) -> bool:
+        """Whether the gradients of a bucket are views of one buffer."""
+        return self.table is None or self.table.contiguous_grad_buffer
+
+    @property
+    def contiguous_parameters(self) -> bool:
+        """Whether the parameters of a bucket are views of one buffer."""
+        return self.table is not None and self.table.contiguous_param_buffer
+
+    @property
+    def overlaps_parameters(self) -> bool:
+        """Whether parameters are gathered while the program goes on."""
+        return self.table is not None and self.table.overlap_param_sync
+
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """In which gradients of a parameter of ``dtype`` are held and reduced."""
-        return dtype
+        """In which the gradient of a parameter of ``dtype`` is held and reduced, where optimizer state is split."""
+        if self.table is None or self.table.grad_sync_dtype is None:
+            return self.state_dtype(dtype)
+        return _dtype(self.table.grad_sync_dtype)
 
     def state_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In which the optimizer sees a parameter of ``dtype``, and keeps its state."""
-        return dtype
+        if self.table is None:
+            return dtype
+        if self.table.dtype in (None, "float32"):
+            return torch.promote_types(dtype, torch.float32)
+        return _dtype(self.table.dtype)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

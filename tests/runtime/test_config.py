@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from shardwright.runtime.config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
+from shardwright.runtime.distributed_config import DistributedOptimizerConfig
 from shardwright.runtime.errors import ConfigError
 
 
@@ -100,11 +102,49 @@ REFUSALS = {
         "  why:   this version has no support for computing parts of a model while compiling\n"
         "  try:   leave out constant_folding",
     ),
-    "distributed optimizer is not there yet": (
-        {"distributed_optimizer": {}},
-        "distributed_optimizer is not available yet\n"
-        "  why:   this version has no support for splitting the optimizer state over the units\n"
-        "  try:   leave it out: build_optimizer works with any torch.optim optimizer",
+    "an unknown option of the distributed optimizer": (
+        {"distributed_optimizer": {"bucket_cap": 1}},
+        "distributed_optimizer has no option 'bucket_cap'\n  try:   did you mean 'bucket_cap_mb'?",
+    ),
+    "dtype of the distributed optimizer": (
+        {"distributed_optimizer": {"dtype": "int8"}},
+        "dtype of distributed_optimizer is float32, float16 or bfloat16\n  why:   it is 'int8'",
+    ),
+    "float64 for the distributed optimizer": (
+        {"distributed_optimizer": {"dtype": torch.float64}},
+        "dtype of distributed_optimizer is float32, float16 or bfloat16\n"
+        "  why:   it is torch.float64\n"
+        "  try:   float64 parameters keep their dtype with float32",
+    ),
+    "flag of the distributed optimizer": (
+        {"distributed_optimizer": {"overlap_param_sync": 1}},
+        "overlap_param_sync of distributed_optimizer is True or False\n  why:   it is 1",
+    ),
+    "bucket of the distributed optimizer": (
+        {"distributed_optimizer": {"bucket_cap_mb": 0}},
+        "bucket_cap_mb of distributed_optimizer is a size in MiB above 0\n  why:   it is 0",
+    ),
+    "no table": (
+        {"distributed_optimizer": True},
+        "distributed_optimizer is a DistributedOptimizerConfig, or a dict of its fields\n  why:   it is a bool",
+    ),
+    "overlap against overlap": (
+        {"distributed_optimizer": {"overlap_grad_sync": False}, "use_async_reducer": True},
+        "use_async_reducer and distributed_optimizer contradict each other\n"
+        "  why:   use_async_reducer=True and overlap_grad_sync=False say the opposite of when gradients are reduced\n"
+        "  try:   leave out use_async_reducer",
+    ),
+    "bucket against bucket": (
+        {"distributed_optimizer": {}, "reducer_bucket_cap_mb": 25},
+        "reducer_bucket_cap_mb and distributed_optimizer contradict each other\n"
+        "  why:   reducer_bucket_cap_mb=25, but bucket_cap_mb=100\n"
+        "  try:   leave out reducer_bucket_cap_mb",
+    ),
+    "distributed optimizer without optimizer": (
+        {"distributed_optimizer": {}, "inference_only": True},
+        "distributed_optimizer has no meaning with inference_only\n"
+        "  why:   it splits optimizer state, and there is none\n"
+        "  try:   leave out distributed_optimizer, or inference_only",
     ),
     "order": (
         {"rank_order": "dp-dp"},
@@ -233,3 +273,22 @@ def test_the_config_needs_neither_torch_nor_the_compiler():
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert loaded.stdout.strip() == "[]"
+
+
+def test_the_option_table_of_the_distributed_optimizer():
+    assert DistributedOptimizerConfig().to_json() == {
+        "dtype": "float32",
+        "grad_sync_dtype": None,
+        "overlap_grad_sync": True,
+        "overlap_param_sync": False,
+        "bucket_cap_mb": 100,
+        "contiguous_param_buffer": False,
+        "contiguous_grad_buffer": True,
+    }
+    for spelled in ("bf16", "bfloat16", torch.bfloat16):
+        assert DistributedOptimizerConfig(dtype=spelled, grad_sync_dtype=spelled).to_json()["dtype"] == "bfloat16"
+    config = ComputeConfig(plan_ngpus=1, runtime_ngpus=2, distributed_optimizer={"dtype": "bf16"}, zero_ngroups=2)
+    assert config.distributed_optimizer == DistributedOptimizerConfig(dtype=torch.bfloat16) and config.zero_stage == 1
+    assert ComputeConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    assert hash(config) == hash(dataclasses.replace(config, distributed_optimizer=DistributedOptimizerConfig(dtype="bf16")))
+    assert dataclasses.replace(config, use_zero=2).zero_stage == 2

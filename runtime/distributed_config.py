@@ -1,0 +1,94 @@
+"""The option table of the distributed optimizer, with the names and defaults that NeMo's users know."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from shardwright.runtime.errors import ConfigError, did_you_mean
+
+DTYPES: Mapping[str, str] = {
+    "float32": "float32",
+    "fp32": "float32",
+    "float16": "float16",
+    "fp16": "float16",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+}
+"""What a dtype of the table may be called, and torch's name of it. A ``torch.dtype`` is accepted too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedOptimizerConfig:
+    """How optimizer state is split over the copies of a parameter, and how gradients and parameters travel.
+
+    ``dtype``: of the optimizer's state and of what it updates: float32, float16 or bfloat16, kept by name. Where a parameter
+    is of another dtype, the optimizer updates a *master* copy of its shard, which is rounded into the parameter after each
+    step. With float32 (and ``None``, which means it) a wider parameter keeps its own dtype.
+
+    ``grad_sync_dtype``: in which gradients are accumulated and reduced; ``None`` is the dtype of the state. ``bucket_cap_mb``:
+    MiB of gradients in a bucket, counted in it.
+
+    ``overlap_grad_sync``: the reduction of a bucket starts in backward, as soon as all its gradients are there.
+    ``overlap_param_sync``: after a step, parameters are gathered until the next forward first uses them.
+    ``contiguous_grad_buffer``: the gradients of a bucket are views of one buffer, which stays; else they are tensors of their
+    own, copied into a buffer while they are reduced. ``contiguous_param_buffer``: the parameters of a bucket are views of one
+    buffer, which saves a copy and memory when they are gathered.
+    """
+
+    dtype: Any = "float32"
+    grad_sync_dtype: Any = None
+    overlap_grad_sync: bool = True
+    overlap_param_sync: bool = False
+    bucket_cap_mb: float = 100
+    contiguous_param_buffer: bool = False
+    contiguous_grad_buffer: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "grad_sync_dtype"):
+            object.__setattr__(self, name, _read_dtype(name, getattr(self, name)))
+        for field in fields(self):
+            if field.type == "bool" and not isinstance(getattr(self, field.name), bool):
+                title = f"{field.name} of distributed_optimizer is True or False"
+                raise ConfigError(title, why=f"it is {getattr(self, field.name)!r}")
+        cap = self.bucket_cap_mb
+        if isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < math.inf:
+            raise ConfigError("bucket_cap_mb of distributed_optimizer is a size in MiB above 0", why=f"it is {cap!r}")
+
+    @classmethod
+    def of(cls, options: DistributedOptimizerConfig | Mapping[str, Any]) -> DistributedOptimizerConfig:
+        """The options themselves, or those of a mapping of names to values.
+
+        Raises :class:`ConfigError` for an unknown name.
+        """
+        if isinstance(options, DistributedOptimizerConfig):
+            return options
+        if not isinstance(options, Mapping):
+            raise ConfigError(
+                "distributed_optimizer is a DistributedOptimizerConfig, or a dict of its fields",
+                why=f"it is a {type(options).__name__}",
+            )
+        known = tuple(field.name for field in fields(cls))
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"distributed_optimizer has no option {name!r}", hint=did_you_mean(str(name), known))
+        return cls(**options)
+
+    def to_json(self) -> dict[str, Any]:
+        """All options as JSON values, in one order."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def _read_dtype(name: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    text = str(value).removeprefix("torch.")
+    if text not in DTYPES:
+        raise ConfigError(
+            f"{name} of distributed_optimizer is float32, float16 or bfloat16",
+            why=f"it is {value!r}",
+            hint="float64 parameters keep their dtype with float32" if text == "float64" else None,
+        )
+    return DTYPES[text]

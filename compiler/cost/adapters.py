@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -12,7 +13,7 @@ from shardwright.compiler.cost.collectives import axis_collective_s, groups_coll
 from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.local import local_bytes, local_shape
 from shardwright.compiler.cost.operators import OpTime
-from shardwright.compiler.plan.conversion import AdapterStep
+from shardwright.compiler.plan.conversion import GATHERS, AdapterStep
 from shardwright.runtime.layout import Layout, Mesh
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
@@ -39,10 +40,48 @@ def step_time(
 def _step_time(
     step: AdapterStep, dtype: torch.dtype, mesh: Mesh, ranks: tuple[int, ...], hardware: Hardware, differentiable: bool
 ) -> OpTime:
-    before, after = local_bytes(step.before, dtype, mesh), local_bytes(step.after, dtype, mesh)
-    movements = _Movements(step, mesh, ranks, hardware, before, after)
-    forward = movements.forward_s()
-    return OpTime(forward, movements.backward_s() if differentiable else 0.0)
+    movement = Movement(
+        step.kind,
+        step.backward,
+        step.axis,
+        local_bytes(step.before, dtype, mesh),
+        local_bytes(step.after, dtype, mesh),
+        _end_to_end(step, mesh),
+    )
+    return movement_time(movement, mesh, ranks, hardware, differentiable=differentiable)
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """All that the time of a step depends on: ``before`` and ``after`` are the bytes of the largest piece. ``end_to_end``:
+    pieces lie one after the other in the whole, as large as each other, so that a gather writes them where they belong.
+    """
+
+    kind: str
+    backward: str | None
+    axis: str
+    before: int
+    after: int
+    end_to_end: bool
+
+
+@functools.lru_cache(maxsize=65536)
+def movement_time(
+    movement: Movement, mesh: Mesh, ranks: tuple[int, ...], hardware: Hardware, *, differentiable: bool = True
+) -> OpTime:
+    """Seconds of one adapter step, from its numbers alone."""
+    seconds = _Seconds(movement, mesh, ranks, hardware)
+    return OpTime(seconds.forward_s(), seconds.backward_s() if differentiable else 0.0)
+
+
+def _end_to_end(step: AdapterStep, mesh: Mesh) -> bool:
+    """Whether pieces along the dim of the step lie one after the other in the whole, as large as each other."""
+    dim, cut = step.dim, step.cut
+    if dim is None or cut is None or len(cut.segments) > 1 or cut.outer != 1:
+        return False
+    whole = step.after if step.kind in GATHERS else step.before
+    even = isinstance(cut.segments[0], int) and cut.segments[0] % mesh.axis_size(step.axis) == 0
+    return even and math.prod(local_shape(whole, mesh)[:dim]) == 1
 
 
 def reduction_s(
@@ -86,24 +125,22 @@ def _per_byte(
     return groups_collective_s(hardware, "all_reduce", bucket_bytes, groups) / bucket_bytes + 2 / hardware.device.bytes_per_s
 
 
-class _Movements:
-    """The two directions of one step. ``before`` and ``after`` are the bytes of the largest piece."""
+class _Seconds:
+    """The two directions of one step."""
 
-    def __init__(
-        self, step: AdapterStep, mesh: Mesh, ranks: tuple[int, ...], hardware: Hardware, before: int, after: int
-    ) -> None:
-        self.step, self.mesh, self.ranks, self.hardware = step, mesh, ranks, hardware
-        self.before, self.after = before, after
-        self.num_ranks = mesh.axis_size(step.axis)
+    def __init__(self, movement: Movement, mesh: Mesh, ranks: tuple[int, ...], hardware: Hardware) -> None:
+        self.movement, self.mesh, self.ranks, self.hardware = movement, mesh, ranks, hardware
+        self.before, self.after = movement.before, movement.after
+        self.num_ranks = mesh.axis_size(movement.axis)
 
     def forward_s(self) -> float:
-        match self.step.kind:
+        match self.movement.kind:
             case "all_gather":
-                return self._gather(self.before, self.step.after)
+                return self._gather(self.before)
             case "narrow":
                 return self._copy(self.after)
             case "reduce_scatter":
-                return self._scatter(self.after, self.step.before)
+                return self._scatter(self.after)
             case "all_reduce":
                 return self._reduce(self.before)
             case "keep_one":
@@ -115,17 +152,17 @@ class _Movements:
         return 0.0  # grad_all_reduce, grad_keep_one: views
 
     def backward_s(self) -> float:
-        match self.step.kind, self.step.backward:
+        match self.movement.kind, self.movement.backward:
             case "all_gather", "reduce_scatter":
-                return self._scatter(self.before, self.step.after)
+                return self._scatter(self.before)
             case "all_gather", _:
                 return self._copy(self.before)
             case "narrow", "pad":
                 return self._fill(self.before) + self._copy(self.after)
             case "narrow", _:
-                return self._gather(self.after, self.step.before)
+                return self._gather(self.after)
             case "reduce_scatter", _:
-                return self._gather(self.after, self.step.before)
+                return self._gather(self.after)
             case "all_reduce", "all_reduce":
                 return self._reduce(self.after)
             case "grad_all_reduce", _:
@@ -141,17 +178,17 @@ class _Movements:
         return 0.0
 
     def _collective(self, kind: str, num_bytes: float) -> float:
-        return axis_collective_s(self.hardware, kind, num_bytes, self.mesh, self.step.axis, self.ranks)
+        return axis_collective_s(self.hardware, kind, num_bytes, self.mesh, self.movement.axis, self.ranks)
 
-    def _gather(self, piece: int, whole: Layout) -> float:
+    def _gather(self, piece: int) -> float:
         """The pieces arrive end to end; unless they lie so in the result, they are joined once more."""
         total = piece * self.num_ranks
-        joined = 0.0 if self._end_to_end(whole) else self._copy(total)
+        joined = 0.0 if self.movement.end_to_end else self._copy(total)
         return self._collective("all_gather", total) + joined
 
-    def _scatter(self, piece: int, whole: Layout) -> float:
+    def _scatter(self, piece: int) -> float:
         total = piece * self.num_ranks
-        staged = 0.0 if self._end_to_end(whole) else self._copy(total)
+        staged = 0.0 if self.movement.end_to_end else self._copy(total)
         return self._collective("reduce_scatter", total) + staged
 
     def _reduce(self, num_bytes: int) -> float:
@@ -159,15 +196,6 @@ class _Movements:
 
     def _exchange(self, held: int, received: int) -> float:
         return self._copy(held) + self._collective("all_to_all", held) + self._copy(received)
-
-    def _end_to_end(self, whole: Layout) -> bool:
-        """Whether pieces along the dim of the step lie one after the other in the whole, as large as each other."""
-        dim, cut = self.step.dim, self.step.cut
-        if dim is None or cut is None or len(cut.segments) > 1 or cut.outer != 1:
-            return False
-        shape = local_shape(whole, self.mesh)
-        even = isinstance(cut.segments[0], int) and cut.segments[0] % self.num_ranks == 0
-        return even and math.prod(shape[:dim]) == 1
 
     def _copy(self, num_bytes: int) -> float:
         return max(self.hardware.device.memory_s(2 * num_bytes), self.hardware.device.launch_s)

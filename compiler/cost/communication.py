@@ -29,19 +29,23 @@ def local_elements(layout: Layout, mesh: Mesh) -> float:
 
 def step_elements(step: AdapterStep, mesh: Mesh) -> tuple[float, float]:
     """``(forward, backward)`` elements each rank sends in one adapter step."""
-    num_ranks = mesh.axis_size(step.axis)
-    share = (num_ranks - 1) / num_ranks
     before, after = local_elements(step.before, mesh), local_elements(step.after, mesh)
-    forward = {
+    return elements_sent(step.kind, step.backward, mesh.axis_size(step.axis), before, after)
+
+
+def elements_sent(kind: str, backward: str | None, num_ranks: int, before: float, after: float) -> tuple[float, float]:
+    """The same for a step over ``num_ranks`` ranks that hold ``before`` elements each, and then ``after``."""
+    share = (num_ranks - 1) / num_ranks
+    forwards = {
         "all_gather": share * after,
         "reduce_scatter": share * before,
         "all_reduce": 2 * share * after,
         "all_to_all": share * before,
     }
-    backward = {"all_gather": share * before, "reduce_scatter": share * after, "all_reduce": 2 * share * before}
-    backward_kind = {"reduce_scatter": "all_gather", "grad_all_reduce": "all_reduce"}.get(step.kind, step.backward)
-    back = share * before if step.kind == "all_to_all" else backward.get(backward_kind or "", 0.0)
-    return forward.get(step.kind, 0.0), back
+    backwards = {"all_gather": share * before, "reduce_scatter": share * after, "all_reduce": 2 * share * before}
+    backward_kind = {"reduce_scatter": "all_gather", "grad_all_reduce": "all_reduce"}.get(kind, backward)
+    back = share * before if kind == "all_to_all" else backwards.get(backward_kind or "", 0.0)
+    return forwards.get(kind, 0.0), back
 
 
 def steps_elements(steps: Iterable[AdapterStep], mesh: Mesh, *, differentiable: bool = True) -> float:

@@ -78,15 +78,16 @@ def layouts(rule: OpRule, assignment: Assignment, mesh: Mesh) -> tuple[tuple[Lay
     """The layout of every operand and every result under one strategy per axis."""
     per_axis = {axis: placements(rule, assignment.get(axis, "R")) for axis in mesh.names}
     operands = tuple(
-        _layout(rule, refs, assignment, {axis: p[0][i] for axis, p in per_axis.items()}) for i, refs in enumerate(rule.operands)
+        tensor_layout(rule, refs, assignment, {axis: p[0][i] for axis, p in per_axis.items()}) for i, refs in enumerate(rule.operands)
     )
     results = tuple(
-        _layout(rule, refs, assignment, {axis: p[1][i] for axis, p in per_axis.items()}) for i, refs in enumerate(rule.results)
+        tensor_layout(rule, refs, assignment, {axis: p[1][i] for axis, p in per_axis.items()}) for i, refs in enumerate(rule.results)
     )
     return operands, results
 
 
-def _layout(rule: OpRule, tensor: TensorRefs, assignment: Assignment, placement: Mapping[str, str]) -> Layout:
+def tensor_layout(rule: OpRule, tensor: TensorRefs, assignment: Assignment, placement: Mapping[str, str]) -> Layout:
+    """The layout of one operand or result, from its placement letter along every axis, in mesh order."""
     cuts: dict[str, tuple[str, ...]] = {}
     for axis, letter in placement.items():
         if letter == "S":

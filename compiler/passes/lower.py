@@ -17,9 +17,9 @@ from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.localise import localise
 from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.strategy import layouts
-from shardwright.compiler.plan.check import check_strategies
 from shardwright.compiler.passes.sharing import Route, routes
 from shardwright.compiler.passes.strides import without_strided_views
+from shardwright.compiler.plan.check import check_strategies
 from shardwright.compiler.plan.conversion import AdapterStep, canonical, convert
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Instruction, Program

@@ -23,7 +23,8 @@ from shardwright.runtime.layout import Layout, Mesh
 MAX_EXACT = 4
 """Up to so many copies the cheapest tree is found by trying all of them; more are reached one by one, cheapest first."""
 
-_STEP = 1e-3  # what a step counts as beside its elements: of trees that send the same, the shortest
+STEP_WEIGHT = 1e-3
+"""What a step counts as beside its elements: of trees that send the same, the shortest."""
 
 Weights = npt.NDArray[np.float64]
 
@@ -59,7 +60,7 @@ def goals_of(source: Layout, targets: Iterable[Layout]) -> tuple[Layout, ...]:
 
 def weight(steps: Sequence[AdapterStep], mesh: Mesh, *, differentiable: bool) -> float:
     """What trees are compared by: the elements a rank sends in both directions."""
-    return steps_elements(steps, mesh, differentiable=differentiable) + _STEP * len(steps)
+    return steps_elements(steps, mesh, differentiable=differentiable) + STEP_WEIGHT * len(steps)
 
 
 @functools.cache
@@ -93,7 +94,7 @@ def tree_weights(from_source: Weights, between: Weights) -> Weights:
 
 
 def best_tree(from_source: Weights, between: Weights) -> tuple[int, ...]:
-    """The parent of every goal in the lightest tree; of equal ones the first. ``from_source``: [goals], between: [goals, goals]."""
+    """The parent of every goal in the lightest tree, the first of equal ones, as in :func:`tree_weights` without leading dims."""
     num_goals = len(from_source)
     if num_goals <= MAX_EXACT:
         return trees(num_goals)[int(np.argmin(tree_weights(from_source, between)))]

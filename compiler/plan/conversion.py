@@ -47,7 +47,7 @@ class AdapterStep:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """A cut atom of one dim: its size stands between ``outer`` and the rest."""
 
     dim: int
@@ -67,7 +67,7 @@ class _Place:
 def canonical(layout: Layout, mesh: Mesh, *, differentiable: bool = True) -> Layout:
     """One way to write each layout: axes of size 1 gone, even cuts reduced to their pieces, no G where no gradient flows."""
     shape = layout.shape
-    places = _places(layout, mesh)
+    places = cut_places(layout, mesh)
     return _build(
         shape,
         places,
@@ -91,7 +91,7 @@ def convert(source: Layout, target: Layout, mesh: Mesh, *, differentiable: bool 
 
 
 def _next_step(current: Layout, goal: Layout, mesh: Mesh) -> AdapterStep:
-    now, then = _places(current, mesh), _places(goal, mesh)
+    now, then = cut_places(current, mesh), cut_places(goal, mesh)
     kept = _kept(now, then)
     letter_now = {axis: current.placement(axis)[0] for axis in mesh.names}
     letter_then = {axis: goal.placement(axis)[0] for axis in mesh.names}
@@ -102,7 +102,7 @@ def _next_step(current: Layout, goal: Layout, mesh: Mesh) -> AdapterStep:
     droppable = {place.axes[-1]: place for place in now if len(place.axes) > kept.get(place.key, 0)}
     # slices and reduce-scatters
     for axis, (place, count) in addable.items():
-        if letter_now[axis] != "S" and _fits(place, now):
+        if letter_now[axis] != "S" and fits(place, now):
             if letter_now[axis] == "P":
                 return _step("reduce_scatter", axis, current, _add(current, now, place, count, mesh), mesh, to=(place, count))
             backward = "pad" if letter_now[axis] == "G" else "all_gather"
@@ -113,7 +113,7 @@ def _next_step(current: Layout, goal: Layout, mesh: Mesh) -> AdapterStep:
     for axis, (place, count) in addable.items():
         if axis in droppable:
             rest = _without(now, droppable[axis])
-            if _present(place, rest) == count and _fits(place, rest):
+            if _present(place, rest) == count and fits(place, rest):
                 after = _add(_rebuild(current, rest), rest, place, count, mesh)
                 return _step("all_to_all", axis, current, after, mesh, source=droppable[axis], to=(place, count))
     # conversions that keep the shape
@@ -163,8 +163,8 @@ def _step(
     after: Layout,
     mesh: Mesh,
     *,
-    source: _Place | None = None,
-    to: tuple[_Place, int] | None = None,
+    source: Place | None = None,
+    to: tuple[Place, int] | None = None,
     backward: str | None = None,
 ) -> AdapterStep:
     dim = cut = to_dim = to_cut = None
@@ -197,7 +197,7 @@ def _cut(layout: Layout, key: tuple[int, Size, tuple[Size, ...]], count: int, me
 
 def cut_sizes(layout: Layout, dim: int, axis: str, mesh: Mesh) -> CutSizes:
     """The local form of a dim of ``layout`` (in canonical form) as it is without its innermost cut, that along ``axis``."""
-    place = next(place for place in _places(layout, mesh) if place.dim == dim and place.axes[-1] == axis)
+    place = next(place for place in cut_places(layout, mesh) if place.dim == dim and place.axes[-1] == axis)
     return _cut(layout, place.key, len(place.axes) - 1, mesh, exclude=axis)
 
 
@@ -215,7 +215,7 @@ def _local_segments(atom: Atom, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Size
 # ------------------------------------------------------------------------------------------------ places of cut atoms
 
 
-def _places(layout: Layout, mesh: Mesh) -> list[_Place]:
+def cut_places(layout: Layout, mesh: Mesh) -> list[Place]:
     """The cut atoms of all dims in canonical form."""
     places = []
     for dim, atoms in enumerate(layout.dims):
@@ -228,9 +228,9 @@ def _places(layout: Layout, mesh: Mesh) -> list[_Place]:
     return _single_elements(places, mesh)
 
 
-def _single_elements(places: list[_Place], mesh: Mesh) -> list[_Place]:
+def _single_elements(places: list[Place], mesh: Mesh) -> list[Place]:
     """One place for all axes that cut the same single element: in whatever order, only index 0 of each holds it."""
-    merged: dict[tuple[int, Size, tuple[Size, ...]], _Place] = {}
+    merged: dict[tuple[int, Size, tuple[Size, ...]], Place] = {}
     for place in places:
         earlier = merged.get(place.key)
         axes = (*earlier.axes, *place.axes) if earlier is not None else place.axes
@@ -240,20 +240,20 @@ def _single_elements(places: list[_Place], mesh: Mesh) -> list[_Place]:
     return list(merged.values())
 
 
-def _even_pieces(dim: int, outer: Size, atom: Atom, axes: tuple[str, ...], mesh: Mesh) -> list[_Place]:
+def _even_pieces(dim: int, outer: Size, atom: Atom, axes: tuple[str, ...], mesh: Mesh) -> list[Place]:
     """A single segment that divides evenly is the product of its pieces, one atom for each axis."""
     places = []
     size = atom.size
     if len(atom.segments) == 1 and isinstance(size, int):
         while axes and size % mesh.axis_size(axes[0]) == 0:
-            places.append(_Place(dim, outer, (mesh.axis_size(axes[0]),), axes[:1]))
+            places.append(Place(dim, outer, (mesh.axis_size(axes[0]),), axes[:1]))
             outer, size = product((outer, mesh.axis_size(axes[0]))), size // mesh.axis_size(axes[0])
             axes = axes[1:]
-        return [*places, _Place(dim, outer, (size,), axes)] if axes else places
-    return [_Place(dim, outer, atom.segments, axes)]
+        return [*places, Place(dim, outer, (size,), axes)] if axes else places
+    return [Place(dim, outer, atom.segments, axes)]
 
 
-def _kept(now: list[_Place], then: list[_Place]) -> dict[tuple[int, Size, tuple[Size, ...]], int]:
+def _kept(now: list[Place], then: list[Place]) -> dict[tuple[int, Size, tuple[Size, ...]], int]:
     """Per atom, how many of its axes (majors first) are the same on both sides."""
     wanted = {place.key: place.axes for place in then}
     kept = {}
@@ -267,7 +267,7 @@ def _kept(now: list[_Place], then: list[_Place]) -> dict[tuple[int, Size, tuple[
     return kept
 
 
-def _present(place: _Place, now: list[_Place]) -> int:
+def _present(place: Place, now: list[Place]) -> int:
     """How many axes of ``place`` cut that atom already; -1-like large when others cut it (then nothing can be added yet)."""
     for other in now:
         if other.key == place.key:
@@ -275,7 +275,7 @@ def _present(place: _Place, now: list[_Place]) -> int:
     return 0
 
 
-def _fits(place: _Place, now: list[_Place]) -> bool:
+def fits(place: Place, now: list[Place]) -> bool:
     """Whether the atom can be cut beside the atoms that are cut now."""
     for other in now:
         if other.dim != place.dim or other.key == place.key:
@@ -287,13 +287,13 @@ def _fits(place: _Place, now: list[_Place]) -> bool:
     return True
 
 
-def _without(now: list[_Place], place: _Place) -> list[_Place]:
+def _without(now: list[Place], place: Place) -> list[Place]:
     """The places with the last axis of one gone."""
     shorter = replace(place, axes=place.axes[:-1])
     return [p for p in (shorter if q == place else q for q in now) if p.axes]
 
 
-def _add(current: Layout, now: list[_Place], place: _Place, count: int, mesh: Mesh) -> Layout:
+def _add(current: Layout, now: list[Place], place: Place, count: int, mesh: Mesh) -> Layout:
     """The layout with axis ``count`` of ``place`` cutting too."""
     added = replace(place, axes=place.axes[: count + 1])
     after = _rebuild(current, [p for p in now if p.key != place.key] + [added])
@@ -301,11 +301,11 @@ def _add(current: Layout, now: list[_Place], place: _Place, count: int, mesh: Me
     return replace(after, partial=_drop(after.partial, axis), grad_partial=_drop(after.grad_partial, axis))
 
 
-def _rebuild(current: Layout, places: list[_Place]) -> Layout:
+def _rebuild(current: Layout, places: list[Place]) -> Layout:
     return _build(current.shape, places, current.partial, current.grad_partial)
 
 
-def _build(shape: tuple[Size, ...], places: list[_Place], partial: tuple[str, ...], grad_partial: tuple[str, ...]) -> Layout:
+def _build(shape: tuple[Size, ...], places: list[Place], partial: tuple[str, ...], grad_partial: tuple[str, ...]) -> Layout:
     dims: list[Dim] = []
     for dim, size in enumerate(shape):
         atoms: list[Atom] = []

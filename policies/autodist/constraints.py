@@ -1,0 +1,142 @@
+"""What a user may fix before the search: strategies of operators or modules, dims that an axis must leave alone, storage.
+
+A constraint that no operator, dim or tensor answers to is refused, not ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardwright.compiler.ir.dims import ModelDims
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ops.strategy import allowed, split_factor, strategies
+from shardwright.compiler.plan.builder import bodies
+from shardwright.compiler.plan.check import check_layout, suggestion
+from shardwright.policies.autodist.strategies import Allowed
+from shardwright.runtime.errors import PlanError, did_you_mean
+from shardwright.runtime.layout import Layout, Mesh
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """``pin``: an operator, or a module path with everything below it, to what it does along an axis: ``R``, ``G``,
+    ``linear:<i>``, ``split:<factor>``, or the name of a dim (``heads``), which holds for the operators that have it.
+    ``forbid``: a dim's name to the axes that must not cut it. ``stored``: how a parameter or buffer is held, by FQN.
+    """
+
+    pin: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    forbid: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    stored: Mapping[str, Layout | str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.pin or self.forbid or self.stored)
+
+    def stored_layout(self, fqn: str | None) -> Layout | None:
+        """How a parameter or buffer must be held, if anything is said of it."""
+        found = self.stored.get(fqn or "")
+        return Layout.parse(found) if isinstance(found, str) else found
+
+
+def allowed_strategies(graph: IRGraph, constraints: Constraints, mesh: Mesh) -> dict[str, Allowed]:
+    """Operator name to what its constraints leave it; operators that are free are left out.
+
+    Raises:
+        PlanError: a constraint names something that the graph or the mesh does not have, or leaves an operator nothing.
+    """
+    _check(graph, constraints, mesh)
+    found: dict[str, Allowed] = {}
+    for body in bodies(graph):
+        assert body.dims is not None
+        for op in body.ops:
+            only = _of_op(op, body.dims, constraints, mesh)
+            if only:
+                found[op.name] = only
+    return found
+
+
+def _of_op(op: IROp, dims: ModelDims, constraints: Constraints, mesh: Mesh) -> dict[str, frozenset[str]]:
+    assert op.rule is not None
+    only: dict[str, frozenset[str]] = {}
+    every = strategies(op.rule)
+    for axis in mesh.names:
+        left = [s for s in every if axis not in constraints.forbid.get(_dim(op, s, dims) or "", ())]
+        pinned = _pin_of(op, constraints, axis)
+        if pinned is not None:
+            what, wish = pinned
+            named = [s for s in every if s == wish or _dim(op, s, dims) == wish]
+            if not named and what == op.name:
+                raise _no_such_strategy(op, wish, axis, dims)
+            if named:
+                left = [s for s in left if s in named and allowed(op.rule, {axis: s}, mesh)]
+        if not left:
+            raise PlanError(
+                f"constraints leave operator {op.name} ({op.target}) nothing to do along axis {axis!r}",
+                where=f"{op.source} ({op.module_path or 'top-level forward'})",
+                why=f"strategies along one axis: {', '.join(every)}",
+                hint="take back a pin, or what is forbidden",
+            )
+        if len(left) < len(every):
+            only[axis] = frozenset(left)
+    return only
+
+
+def _dim(op: IROp, strategy: str, dims: ModelDims) -> str | None:
+    """The name of the dim a strategy cuts."""
+    factor = split_factor(strategy)
+    found = dims.of_factor(op.name, factor) if factor is not None else None
+    return found.name if found is not None else None
+
+
+def _pin_of(op: IROp, constraints: Constraints, axis: str) -> tuple[str, str] | None:
+    """The name that pins an operator along an axis, and the wish: its own name before the longest module path."""
+    names = [op.name, *_paths(op.module_path)]
+    return next(((name, constraints.pin[name][axis]) for name in names if axis in constraints.pin.get(name, {})), None)
+
+
+def _paths(module_path: str) -> list[str]:
+    """``a.b.c``, ``a.b``, ``a``."""
+    parts = module_path.split(".") if module_path else []
+    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+
+
+def _no_such_strategy(op: IROp, wish: str, axis: str, dims: ModelDims) -> PlanError:
+    assert op.rule is not None
+    every = strategies(op.rule)
+    names = sorted({name for s in every if (name := _dim(op, s, dims)) is not None})
+    return PlanError(
+        f"operator {op.name} ({op.target}) cannot be pinned to {wish!r} along axis {axis!r}",
+        where=f"{op.source} ({op.module_path or 'top-level forward'})",
+        why=f"its rule is {op.rule.annotation!r}",
+        hint=f"one of {', '.join(every)}" + (f", or the dims {', '.join(names)}" if names else ""),
+    )
+
+
+def _check(graph: IRGraph, constraints: Constraints, mesh: Mesh) -> None:
+    """Refuse names that nothing has."""
+    every = [op for body in bodies(graph) for op in body.ops]
+    names = {op.name for op in every} | {path for op in every for path in _paths(op.module_path)}
+    for name, wishes in constraints.pin.items():
+        if name not in names:
+            raise PlanError(f"the model has no operator or module {name!r} to pin", hint=suggestion(name, names))
+        for axis in wishes:
+            _check_axis(axis, mesh)
+    dims = {c.name for body in bodies(graph) if body.dims for c in body.dims.classes}
+    for dim, axes in constraints.forbid.items():
+        if dim not in dims:
+            raise PlanError(f"the model has no dim {dim!r} to forbid", hint=suggestion(dim, sorted(dims)))
+        for axis in axes:
+            _check_axis(axis, mesh)
+    values = {value.fqn: value for value in (*graph.parameters, *graph.buffers) if value.fqn}
+    for fqn in constraints.stored:
+        if fqn not in values:
+            raise PlanError(f"the model has no parameter or buffer {fqn!r}", hint=suggestion(fqn, values))
+        layout = constraints.stored_layout(fqn)
+        assert layout is not None
+        check_layout(fqn, layout, values[fqn], mesh)
+
+
+def _check_axis(axis: str, mesh: Mesh) -> None:
+    if axis not in mesh.names:
+        raise PlanError(f"the mesh has no axis {axis!r}", why=f"mesh {mesh}", hint=did_you_mean(axis, mesh.names))

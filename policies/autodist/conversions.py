@@ -1,0 +1,245 @@
+"""What it costs to bring a value from the layout it is made in to those its readers want, for all layouts at once.
+
+A value is converted along the tree that lowering builds (:mod:`shardwright.compiler.passes.sharing`), which is chosen by
+elements sent; here it is also given its seconds, as the sum of its adapters'. Tables are shared by all values of one dtype that have the
+same layouts to choose from.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shardwright.compiler.cost.adapters import Movement, movement_time, step_time
+from shardwright.compiler.cost.communication import elements_sent, estimate
+from shardwright.compiler.cost.hardware import Hardware
+from shardwright.compiler.cost.local import cut_sizes
+from shardwright.compiler.cost.operators import OpTime
+from shardwright.compiler.passes.sharing import MAX_EXACT, STEP_WEIGHT, best_tree, tree_weights, trees, weight
+from shardwright.compiler.plan.conversion import GATHERS, SLICES, convert
+from shardwright.compiler.plan.patterns import Cuts, Form, Patterns, PatternStep, PlaceKey
+from shardwright.policies.autodist.strategies import Ids, LayoutTable, Seconds
+from shardwright.runtime.layout import Mesh
+
+LayoutSet = tuple[int, ...]
+"""The layouts some readers want of one value: distinct numbers, ascending."""
+
+MAX_GOALS = MAX_EXACT - 1
+"""No set of wanted layouts is larger, so that every tree is the one lowering finds, whatever the source is."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueType:
+    """What conversions depend on beside the layouts. ``passes_s``: how often forward and backward run per step."""
+
+    dtype: torch.dtype
+    differentiable: bool
+    forwards: int = 1
+    backwards: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """Conversions between all layouts of a universe, [from, to]."""
+
+    position: dict[int, int]
+    weights: Seconds
+    seconds: Seconds
+
+
+class Conversions:
+    """Prices on one mesh. ``ranks``: the global ranks the mesh lies on, in its order."""
+
+    def __init__(self, mesh: Mesh, ranks: Sequence[int], hardware: Hardware, layouts: LayoutTable) -> None:
+        self.mesh, self.ranks, self.hardware, self.layouts = mesh, tuple(ranks), hardware, layouts
+        self._pairs: dict[tuple[torch.dtype, bool, int, int], tuple[float, float, float]] = {}
+        self._tables: dict[Hashable, _Table] = {}
+        self._names: dict[int, str] = {}
+        self._forms: dict[int, Form] = {}
+        self._shapes: dict[int, tuple[int, ...]] = {}
+        self._sizes = dict(mesh.axes)
+        self.patterns = Patterns(mesh)
+
+    def seconds(self, kind: ValueType, sources: Sequence[int], sets: Sequence[LayoutSet]) -> Seconds:
+        """``[sources, sets]``: seconds of making all layouts of a set, for each layout the value may be made in."""
+        universe = tuple(sorted({*sources, *(goal for wanted in sets for goal in wanted)}, key=self._name))
+        table = self._table(kind, universe)
+        where = table.position
+        by_size: dict[int, list[int]] = {}
+        for index, wanted in enumerate(sets):
+            by_size.setdefault(len(wanted), []).append(index)
+        found = np.zeros((len(sources), len(sets)))
+        for size, members in by_size.items():
+            goals = np.sort(np.array([[where[g] for g in sets[i]] for i in members], dtype=np.int64), axis=1)
+            for row, source in enumerate(sources):
+                found[row, members] = _from_source(table, where[source], goals.reshape(len(members), size))
+        return found
+
+    def exact(self, kind: ValueType, source: int, goals: LayoutSet) -> float:
+        """Seconds of making a value in all of some layouts, however many."""
+        left = sorted({goal for goal in goals if goal != source}, key=self._name)
+        if not left:
+            return 0.0
+        table = self._table(kind, tuple(sorted({source, *left}, key=self._name)))
+        start, ends = table.position[source], [table.position[goal] for goal in left]
+        weights = table.weights[np.ix_(ends, ends)]
+        parents = best_tree(table.weights[start, ends], weights)
+        pairs = zip(parents, ends, strict=True)
+        return float(sum(table.seconds[start if parent < 0 else ends[parent], end] for parent, end in pairs))
+
+    def _table(self, kind: ValueType, universe: tuple[int, ...]) -> _Table:
+        key = (kind, universe)
+        found = self._tables.get(key)
+        if found is None:
+            size = len(universe)
+            weights, seconds = np.zeros((size, size)), np.zeros((size, size))
+            for i, source in enumerate(universe):
+                for j, goal in enumerate(universe):
+                    if i != j:
+                        weights[i, j], forward, backward = self._pair(kind, source, goal)
+                        seconds[i, j] = kind.forwards * forward + kind.backwards * backward
+            found = self._tables[key] = _Table({g: i for i, g in enumerate(universe)}, weights, seconds)
+        return found
+
+    def _pair(self, kind: ValueType, source: int, goal: int) -> tuple[float, float, float]:
+        """Weight, forward and backward seconds of one conversion."""
+        key = (kind.dtype, kind.differentiable, source, goal)
+        found = self._pairs.get(key)
+        if found is None:
+            price = self._priced if self._form(source).is_static and self._form(goal).is_static else self._converted
+            found = self._pairs[key] = price(kind, source, goal)
+        return found
+
+    def _converted(self, kind: ValueType, source: int, goal: int) -> tuple[float, float, float]:
+        """Step by step; for layouts with sizes that are not known yet."""
+        steps = convert(self.layouts[source], self.layouts[goal], self.mesh, differentiable=kind.differentiable)
+        times = [
+            step_time(step, kind.dtype, self.mesh, self.ranks, self.hardware, differentiable=kind.differentiable)
+            for step in steps
+        ]
+        elements = weight(steps, self.mesh, differentiable=kind.differentiable)
+        return elements, sum(time.forward_s for time in times), sum(time.backward_s for time in times)
+
+    def _priced(self, kind: ValueType, source: int, goal: int) -> tuple[float, float, float]:
+        """The same numbers from the pattern of the pair."""
+        layouts = self.layouts[source], self.layouts[goal]
+        keys, steps = self.patterns.steps(self._form(source), self._form(goal), layouts, differentiable=kind.differentiable)
+        shape = self._shape(source)
+        elements = forward = backward = 0.0
+        for step in steps:
+            time = self._movement_time(kind, shape, keys, step)
+            forward += time.forward_s
+            backward += time.backward_s
+            sent = self._sent(shape, keys, step)
+            elements += sent[0] + (sent[1] if kind.differentiable else 0.0)
+        return elements + STEP_WEIGHT * len(steps), forward, backward
+
+    def _movement_time(self, kind: ValueType, shape: tuple[int, ...], keys: tuple[PlaceKey, ...], step: PatternStep) -> OpTime:
+        item = kind.dtype.itemsize
+        before, after = (self._largest(shape, keys, cuts) * item for cuts in (step.before, step.after))
+        whole = step.after if step.kind in GATHERS else step.before
+        movement = Movement(step.kind, step.backward, step.axis, before, after, self._end_to_end(shape, keys, step, whole))
+        return movement_time(movement, self.mesh, self.ranks, self.hardware, differentiable=kind.differentiable)
+
+    def _sent(self, shape: tuple[int, ...], keys: tuple[PlaceKey, ...], step: PatternStep) -> tuple[float, float]:
+        total = float(math.prod(shape))
+        before, after = (
+            total / math.prod(self._sizes[axis] for _, axes in cuts for axis in axes) for cuts in (step.before, step.after)
+        )
+        return elements_sent(step.kind, step.backward, self._sizes[step.axis], before, after)
+
+    def _largest(self, shape: tuple[int, ...], keys: tuple[PlaceKey, ...], cuts: Cuts) -> int:
+        """The elements of the largest piece."""
+        total = math.prod(shape)
+        for index, axes in cuts:
+            segments = keys[index][2]
+            total = total // sum(segments) * self._piece(segments, axes)
+        return total
+
+    def _piece(self, segments: tuple[int, ...], axes: tuple[str, ...]) -> int:
+        return sum(cut_sizes(segments, [self._sizes[axis] for axis in axes]))
+
+    def _end_to_end(self, shape: tuple[int, ...], keys: tuple[PlaceKey, ...], step: PatternStep, whole: Cuts) -> bool:
+        """Whether one even segment is all that the step cuts or gathers, with nothing outside of it."""
+        if step.place is None or step.kind not in (*GATHERS, *SLICES):
+            return False
+        dim, outer, segments = keys[step.place]
+        axes = next((axes for index, axes in (*step.before, *step.after) if index == step.place and step.axis in axes), ())
+        pieces = cut_sizes(segments, [self._sizes[axis] for axis in axes[: step.count]])
+        exact = segments[0] % math.prod(self._sizes[axis] for axis in axes[: step.count]) == 0
+        if len(segments) > 1 or not exact or pieces[0] % self._sizes[step.axis]:
+            return False
+        outside = math.prod(shape[:dim]) * outer
+        for index, cut_by in whole:
+            other = keys[index]
+            if index != step.place and (other[0] < dim or (other[0] == dim and other[1] < outer)):
+                if other[0] == dim and self._uneven(other[2], cut_by):
+                    return False  # a size that differs between ranks is not told to be 1
+                outside = outside // sum(other[2]) * self._piece(other[2], cut_by)
+        return bool(outside == 1)
+
+    def _uneven(self, segments: tuple[int, ...], axes: tuple[str, ...]) -> bool:
+        num_pieces = math.prod(self._sizes[axis] for axis in axes)
+        return any(segment % num_pieces for segment in segments)
+
+    def _form(self, layout: int) -> Form:
+        found = self._forms.get(layout)
+        if found is None:
+            found = self._forms[layout] = Form.of(self.layouts[layout], self.mesh)
+        return found
+
+    def _shape(self, layout: int) -> tuple[int, ...]:
+        found = self._shapes.get(layout)
+        if found is None:
+            found = self._shapes[layout] = tuple(round(estimate(size)) for size in self.layouts[layout].shape)
+        return found
+
+    def _name(self, layout: int) -> str:
+        """What lowering orders layouts by."""
+        found = self._names.get(layout)
+        if found is None:
+            found = self._names[layout] = str(self.layouts[layout])
+        return found
+
+
+def _from_source(table: _Table, source: int, goals: Ids) -> Seconds:
+    """Seconds of all sets of one size, [sets, size] in ascending order, from one source; the source itself is free."""
+    total = np.zeros(len(goals))
+    has_source = (goals == source).any(axis=1)
+    if has_source.any():
+        rest = goals[has_source]
+        total[has_source] = _trees(table, source, rest[rest != source].reshape(len(rest), -1))
+    total[~has_source] = _trees(table, source, goals[~has_source])
+    return total
+
+
+def _trees(table: _Table, source: int, goals: Ids) -> Seconds:
+    """Seconds of the tree that lowering takes, per row of ``goals`` [sets, size], none of which is the source."""
+    num_goals = goals.shape[1]
+    if num_goals == 0 or not len(goals):
+        return np.zeros(len(goals))
+    if num_goals == 1:
+        only: Seconds = table.seconds[source, goals[:, 0]]
+        return only
+    between = table.weights[goals[:, :, None], goals[:, None, :]]
+    chosen = np.argmin(tree_weights(table.weights[source, goals], between), axis=-1)
+    parents = _parents(num_goals)[chosen]  # [sets, size]
+    starts = np.where(parents < 0, source, np.take_along_axis(goals, np.maximum(parents, 0), axis=1))
+    found: Seconds = table.seconds[starts, goals].sum(axis=1)
+    return found
+
+
+@functools.cache
+def _parents(num_goals: int) -> npt.NDArray[np.int64]:
+    return np.array(trees(num_goals), dtype=np.int64)
+
+
+def union(sets: Iterable[LayoutSet]) -> LayoutSet:
+    """All layouts of some sets."""
+    return tuple(sorted({layout for wanted in sets for layout in wanted}))

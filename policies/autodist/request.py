@@ -1,0 +1,42 @@
+"""What a placement is asked for: one graph on one mesh, and what may be chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardwright.compiler.cost.hardware import Hardware
+from shardwright.compiler.cost.memory import OptimizerMemory
+from shardwright.compiler.cost.operators import OperatorTimes
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.policies.autodist.constraints import Constraints
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.layout import Layout, Mesh
+
+
+@dataclass(frozen=True)
+class PlacementRequest:
+    """One mesh, one graph: a whole model, or a stage of one as a graph of its own.
+
+    ``ranks``: the unit's ranks that the mesh lies on, in its order. ``microbatches``: how often forward and backward run per
+    step; gradients are reduced once. ``inputs`` and ``outputs`` are as in a plan: layouts by input name, wishes by output path
+    (``None``: not needed, ``"whole"``, ``"sharded"``, a layout), and for what leaves a stage ``"sent"``: as it is made, without
+    P and G. ``memory_limit_bytes``: of one rank, everything included. ``recompute``: module paths whose activations are
+    computed again. ``in_flight``: microbatches whose activations are alive at once.
+    """
+
+    graph: PlannableGraph
+    mesh: Mesh
+    ranks: tuple[int, ...]
+    hardware: Hardware
+    config: ComputeConfig
+    optimizer: OptimizerMemory = field(default_factory=OptimizerMemory)
+    memory_limit_bytes: float | None = None
+    constraints: Constraints = field(default_factory=Constraints)
+    time_limit_s: float = 60.0
+    microbatches: int = 1
+    inputs: Mapping[str, Layout] = field(default_factory=dict)
+    outputs: Mapping[str, Layout | str | None] = field(default_factory=dict)
+    recompute: tuple[str, ...] = ()
+    in_flight: int = 1
+    times: OperatorTimes | None = None

@@ -1,0 +1,181 @@
+"""The menu of an operator: every way it may be computed on a mesh, with the layouts and the time of each.
+
+Along one axis an operator has the strategies of its rule (:func:`shardwright.compiler.ops.strategy.strategies`); on a mesh it
+may follow any combination of one per axis, several axes on one dim included. Assignments that ask for the same layouts and give
+the same ones are one choice, of which the fastest stays. Layouts are kept in canonical form and by number, as the planner
+compares them all the time. Operators that differ in names only share one menu.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.compiler.cost.hardware import Hardware
+from shardwright.compiler.cost.operators import OperatorTimes, OpTime, op_time
+from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.ops.rule import OpRule, TensorRefs
+from shardwright.compiler.ops.strategy import Assignment, allowed, factor_axes, placements, strategies, tensor_layout
+from shardwright.compiler.plan.conversion import canonical
+from shardwright.runtime.layout import Layout, Mesh
+
+Ids = npt.NDArray[np.int64]
+Seconds = npt.NDArray[np.float64]
+
+
+@dataclass
+class LayoutTable:
+    """Layouts in canonical form by number, in the order they were met."""
+
+    layouts: list[Layout] = field(default_factory=list)
+    _ids: dict[Layout, int] = field(default_factory=dict)
+
+    def id(self, layout: Layout) -> int:
+        found = self._ids.get(layout)
+        if found is None:
+            found = self._ids[layout] = len(self.layouts)
+            self.layouts.append(layout)
+        return found
+
+    def __getitem__(self, index: int) -> Layout:
+        return self.layouts[index]
+
+
+@dataclass(frozen=True, eq=False)
+class Menu:
+    """The choices of an operator. ``operands`` / ``results``: layout numbers, [choices, tensors]; times: seconds, [choices].
+
+    ``num_assignments`` counts the assignments that the choices stand for.
+    """
+
+    assignments: tuple[Assignment, ...]
+    operands: Ids
+    results: Ids
+    forward_s: Seconds
+    backward_s: Seconds
+    num_assignments: int
+
+    def __len__(self) -> int:
+        return len(self.assignments)
+
+
+Allowed = Mapping[str, frozenset[str]]
+"""Axis to the strategies that constraints leave an operator there; axes left out are free."""
+
+
+class Menus:
+    """The menus of the operators of one graph on one mesh. ``ranks``: the global ranks the mesh lies on, in its order."""
+
+    def __init__(
+        self, mesh: Mesh, ranks: Sequence[int], hardware: Hardware, times: OperatorTimes | None, table: LayoutTable
+    ) -> None:
+        self.mesh, self.ranks, self.hardware, self.times, self.table = mesh, tuple(ranks), hardware, times, table
+        self._menus: dict[Hashable, Menu] = {}
+        self._tensors: dict[Hashable, int] = {}
+
+    def of(self, op: IROp, only: Allowed | None = None) -> Menu:
+        """The menu of an operator. Its result is one object for all operators alike, so that it can be a key."""
+        key = (signature(op), tuple(sorted((only or {}).items(), key=lambda item: item[0])))
+        found = self._menus.get(key)
+        if found is None:
+            found = self._menus[key] = self._enumerate(op, only or {})
+        return found
+
+    def _enumerate(self, op: IROp, only: Allowed) -> Menu:
+        assert op.rule is not None
+        rule, mesh = op.rule, self.mesh
+        differentiable = any(value.requires_grad for value in (*op.operands, *op.results))
+        every = [s for s in strategies(rule) if differentiable or s != "G"]
+        per_axis = [[s for s in every if axis not in only or s in only[axis]] for axis in mesh.names]
+        letters = {strategy: placements(rule, strategy) for strategy in every}
+        times: dict[Hashable, OpTime] = {}
+        best: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, int, Assignment, OpTime]] = {}
+        count = 0
+        for combination in itertools.product(*per_axis):
+            assignment = {axis: s for axis, s in zip(mesh.names, combination, strict=True) if s != "R"}
+            if not allowed(rule, assignment, mesh):
+                continue
+            count += 1
+            operands = self._layouts(op.operands, rule.operands, rule, combination, [letters[s][0] for s in combination])
+            results = self._layouts(op.results, rule.results, rule, combination, [letters[s][1] for s in combination])
+            cut = tuple(sorted(factor_axes(assignment, mesh).items()))
+            if cut not in times:
+                times[cut] = op_time(op, assignment, mesh, self.hardware, self.times, ranks=self.ranks)
+            entry = (times[cut].total_s, len(assignment), assignment, times[cut])
+            known = best.get((operands, results))
+            if known is None or entry[:2] < known[:2]:
+                best[operands, results] = entry
+        num_operands, num_results = len(op.operands), len(op.results)
+        return Menu(
+            tuple(entry[2] for entry in best.values()),
+            np.array([pair[0] for pair in best], dtype=np.int64).reshape(len(best), num_operands),
+            np.array([pair[1] for pair in best], dtype=np.int64).reshape(len(best), num_results),
+            np.array([entry[3].forward_s for entry in best.values()]),
+            np.array([entry[3].backward_s for entry in best.values()]),
+            count,
+        )
+
+    def _layouts(
+        self,
+        values: Sequence[IRValue],
+        tensors: Sequence[TensorRefs],
+        rule: OpRule,
+        combination: Sequence[str],
+        letters: Sequence[Sequence[str]],
+    ) -> tuple[int, ...]:
+        """The numbers of the layouts of some operands or results, whose placement letters are given per axis."""
+        return tuple(
+            self.tensor(value, refs, rule, [(letter[i], s) for letter, s in zip(letters, combination, strict=True)])
+            for i, (value, refs) in enumerate(zip(values, tensors, strict=True))
+        )
+
+    def tensor(self, value: IRValue, refs: TensorRefs, rule: OpRule, placed: Sequence[tuple[str, str]]) -> int:
+        """The number of a layout: per axis a letter, and for S the strategy that says along which factor."""
+        words = tuple(strategy if letter == "S" else letter for letter, strategy in placed)
+        names = {ref.factor for dim in refs for ref in dim}
+        key = (refs, words, value.requires_grad, tuple(f for f in rule.factors if f.name in names))
+        found = self._tensors.get(key)
+        if found is None:
+            assignment = {axis: strategy for axis, (_, strategy) in zip(self.mesh.names, placed, strict=True)}
+            placement = {axis: letter for axis, (letter, _) in zip(self.mesh.names, placed, strict=True)}
+            layout = tensor_layout(rule, refs, assignment, placement)
+            found = self._tensors[key] = self.table.id(canonical(layout, self.mesh, differentiable=value.requires_grad))
+        return found
+
+
+def signature(op: IROp) -> Hashable:
+    """What two operators must share to have the same menu: target, arguments, dtypes, and the rule in its factors."""
+    rule = op.rule
+    assert rule is not None
+    parallel = rule.parallel and (
+        rule.parallel.target,
+        tuple(rule.parallel.factors.items()),
+        tuple(rule.parallel.keywords.items()),
+    )
+    return (
+        op.target,
+        _described(op),
+        (op.autocast, op.grad_enabled),
+        (rule.factors, rule.operands, rule.results, rule.additive, rule.linear_sets, rule.grad_linear, rule.nonempty),
+        repr(parallel),
+    )
+
+
+def _described(op: IROp) -> tuple[str, ...]:
+    """The arguments without the names of values."""
+
+    def leaf(arg: object) -> object:
+        return (tuple(map(str, arg.shape)), arg.dtype, arg.requires_grad) if isinstance(arg, IRValue) else arg
+
+    arguments = op.map_args(leaf).args
+    return tuple(map(repr, (*arguments, *(leaf(value) for value in op.results))))
+
+
+def used(ids: Iterable[int]) -> tuple[int, ...]:
+    """Distinct numbers in ascending order."""
+    return tuple(sorted(set(map(int, ids))))

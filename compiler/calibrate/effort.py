@@ -26,14 +26,14 @@ class Effort:
 
 
 _CPU = Effort(
-    product_sizes=(8, 32, 128, 512, 2048),
+    product_sizes=(8, 16, 32, 128, 512, 2048),
     longest_product_s=0.6,
     stream_bytes=tuple(2**power for power in (12, 16, 18, 20, 22, 24, 26)),
     message_bytes=tuple(2**power for power in (8, 12, 14, 16, 18, 20, 22, 24)),
     point_s=0.03,
 )
 _CUDA = Effort(
-    product_sizes=(16, 64, 256, 1024, 4096, 16384),
+    product_sizes=(16, 32, 64, 256, 1024, 4096, 16384),
     longest_product_s=0.2,
     stream_bytes=tuple(2**power for power in (16, 20, 22, 24, 26, 28, 30)),
     message_bytes=tuple(2**power for power in (8, 12, 14, 16, 18, 20, 22, 24, 26, 28)),
@@ -41,22 +41,23 @@ _CUDA = Effort(
 )
 
 
-CROWDED_SAMPLE_S = 2e-2
+CROWDED_SAMPLE_S = 1e-2
 """Several turns of a scheduler: where ranks take turns on cores, a shorter sample would show a core of one's own."""
 
 
 def effort_for(device_type: str, *, quick: bool, crowded: bool = False) -> Effort:
     """The effort for ``"cpu"`` or ``"cuda"``: about a minute, or with ``quick`` a few seconds and wider errors.
 
-    ``crowded``: there are more threads than cores.
+    ``crowded``: there are more threads than cores, so samples are longer and fewer.
     """
     full = _CUDA if device_type == "cuda" else _CPU
-    full = replace(full, sample_s=CROWDED_SAMPLE_S) if crowded else full
+    if crowded:
+        full = replace(full, sample_s=CROWDED_SAMPLE_S, product_sizes=full.product_sizes[::2])
     if not quick:
         return full
     return replace(
         full,
-        product_sizes=full.product_sizes[:4:2] + full.product_sizes[3:4],
+        product_sizes=tuple(size for size in full.product_sizes[::2] if size <= 512),
         stream_bytes=full.stream_bytes[::2],
         message_bytes=full.message_bytes[:7:2],
         point_s=full.point_s / 3,

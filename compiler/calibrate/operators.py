@@ -85,8 +85,9 @@ def _feasible_sizes(world: World, dtype: torch.dtype, effort: Effort) -> tuple[i
 
 
 def _points_between(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Products halfway between grid points, square and oblong."""
-    middles = [round(math.sqrt(low * high)) for low, high in itertools.pairwise(sizes)]
+    """Products halfway between grid points where those are far apart, square and oblong."""
+    gaps = list(itertools.pairwise(sizes))
+    middles = [round(math.sqrt(low * high)) for low, high in gaps if high >= 4 * low or len(gaps) == 1]
     oblong = [(sizes[-1], middles[0], middles[-1]), (middles[-1], sizes[-1], middles[0]), (middles[0], middles[-1], sizes[-1])]
     return [(middle, middle, middle) for middle in middles] + oblong
 

@@ -1,4 +1,4 @@
-"""What the solver is asked and what it answers: costs of strategies, costs between them, linear memory rows; a choice with its proof.
+"""What the solver is asked and what it answers: costs of strategies and between them, memory rows; a choice with its proof.
 
 Nothing here knows what a node is. To the planner it is an operator, its strategies are ways to split it, an edge is a value
 that one makes and another reads, a row is the memory of one rank at one moment.

@@ -1,0 +1,338 @@
+"""The working form of a problem: equal arrays stored once, one edge per pair, only strategies that can matter.
+
+Everything done here is exact: some optimal choice of the problem is a choice of the network, at the same cost.
+
+1. parallel edges are added up, an edge from a node to itself becomes a node cost, edges ``f(a) + g(b)`` become node costs;
+2. rows lose what every strategy uses; rows that cannot be exceeded are dropped; a row that cannot be kept is reported;
+3. strategies are dropped that are forbidden, that fit no strategy of some neighbour (arc consistency), that exceed a row alone,
+   or that another strategy of the node replaces at no higher cost and usage whatever the neighbours choose (dead-end
+   elimination, Goldstein 1994);
+4. a node with one strategy is folded into its neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.policies.autodist.solver.problem import ROW_TOLERANCE, Array, Infeasible, Problem
+
+DOMINANCE_WORK = 2_000_000
+"""Comparisons spent at most on one pair of a node and an edge when looking for strategies that others replace."""
+
+
+class Pool:
+    """Arrays by content: equal arrays become one object, so that ``is`` and ``id`` compare them."""
+
+    def __init__(self) -> None:
+        self._by_content: dict[tuple[tuple[int, ...], bytes], Array] = {}
+        self._by_id: dict[int, tuple[Array, Array]] = {}
+        self._results: dict[tuple[object, ...], object] = {}
+
+    def intern(self, array: Array) -> Array:
+        """The one array with this content."""
+        found = self._by_id.get(id(array))
+        if found is None:
+            plain = np.ascontiguousarray(array, dtype=np.float64) + 0.0  # -0.0 becomes 0.0, and nobody else writes to it
+            plain.setflags(write=False)
+            kept = self._by_content.setdefault((plain.shape, plain.tobytes()), plain)
+            found = self._by_id[id(array)] = (array, kept)  # the first keeps the id from being used again
+            self._by_id.setdefault(id(kept), (kept, kept))
+        return found[1]
+
+    def add(self, a: Array, b: Array) -> Array:
+        """``a + b``, computed once per pair."""
+        key = ("add", id(a), id(b))
+        if key not in self._results:
+            self._results[key] = self.intern(a + b)
+        result = self._results[key]
+        assert isinstance(result, np.ndarray)
+        return result
+
+    def take(self, array: Array, index: tuple[NDArray[np.intp] | int | slice, ...]) -> Array:
+        """``array[index]``, one index array, number or slice per dim."""
+        parts = tuple(i.tobytes() if isinstance(i, np.ndarray) else str(i) for i in index)
+        key = ("take", id(array), *parts)
+        if key not in self._results:
+            taken = array
+            for dim in reversed(range(array.ndim)):
+                taken = taken[(slice(None),) * dim + (index[dim],)]
+            self._results[key] = self.intern(taken)
+        result = self._results[key]
+        assert isinstance(result, np.ndarray)
+        return result
+
+    def transpose(self, array: Array) -> Array:
+        """``array.T``."""
+        key = ("transpose", id(array))
+        if key not in self._results:
+            self._results[key] = self.intern(array.T)
+        result = self._results[key]
+        assert isinstance(result, np.ndarray)
+        return result
+
+
+@dataclass
+class WorkRow:
+    """A row in which every node's least usage is 0: ``sum of usage[node][choice] <= room``."""
+
+    index: int
+    room: float
+    usage: dict[int, Array]
+
+
+class Network:
+    """A problem being simplified; nodes keep their numbers.
+
+    Attributes:
+        costs: per node ``[strategies left]``; a folded node is not in it.
+        strategies: per node of the problem, which of its strategies are left.
+        edges: ``(a, b)`` with ``a < b`` to ``[strategies left of a, of b]``.
+        neighbours: per node, the nodes it has an edge with.
+        rows: those that may bind.
+        constant: the cost of folded nodes.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.pool = Pool()
+        self.constant = 0.0
+        self.costs = {node: self.pool.intern(cost) for node, cost in enumerate(problem.node_costs)}
+        self.strategies: list[NDArray[np.intp]] = []
+        whole: dict[int, NDArray[np.intp]] = {}
+        for cost in problem.node_costs:
+            self.strategies.append(whole.setdefault(len(cost), np.arange(len(cost))))
+        self.edges: dict[tuple[int, int], Array] = {}
+        self.neighbours: dict[int, set[int]] = {node: set() for node in self.costs}
+        for a, b, cost in problem.edges:
+            self._add_edge(a, b, self.pool.intern(cost))
+        self.rows = [
+            WorkRow(index, row.limit * (1 + math.copysign(ROW_TOLERANCE / 2, row.limit)), self._interned(row.usage.items()))
+            for index, row in enumerate(problem.rows)
+            if row.limit < math.inf
+        ]
+
+    def _interned(self, items: Iterable[tuple[int, Array]]) -> dict[int, Array]:
+        return {node: self.pool.intern(array) for node, array in items}
+
+    def _add_edge(self, a: int, b: int, cost: Array) -> None:
+        if a == b:
+            self.costs[a] = self.pool.add(self.costs[a], self.pool.intern(np.diagonal(cost)))
+            return
+        if a > b:
+            a, b, cost = b, a, self.pool.transpose(cost)
+        before = self.edges.get((a, b))
+        self.edges[a, b] = cost if before is None else self.pool.add(before, cost)
+        self.neighbours[a].add(b)
+        self.neighbours[b].add(a)
+
+    def edge(self, a: int, b: int) -> Array:
+        """The cost between two neighbours, ``[strategies of a, strategies of b]``."""
+        return self.edges[a, b] if a < b else self.pool.transpose(self.edges[b, a])
+
+    def drop_edge(self, a: int, b: int) -> None:
+        """Remove an edge."""
+        del self.edges[min(a, b), max(a, b)]
+        self.neighbours[a].discard(b)
+        self.neighbours[b].discard(a)
+
+    def restrict(self, node: int, keep: NDArray[np.bool_]) -> None:
+        """Keep only the marked strategies of a node."""
+        index = np.flatnonzero(keep)
+        self.strategies[node] = self.strategies[node][index]
+        self.costs[node] = self.pool.take(self.costs[node], (index,))
+        for other in self.neighbours[node]:
+            a, b = min(node, other), max(node, other)
+            both = (index, slice(None)) if a == node else (slice(None), index)
+            self.edges[a, b] = self.pool.take(self.edges[a, b], both)
+        for row in self.rows:
+            if node in row.usage:
+                row.usage[node] = self.pool.take(row.usage[node], (index,))
+
+    def expand(self, choice: dict[int, int]) -> tuple[int, ...]:
+        """Choices among strategies left (folded nodes have one) as choices of the problem."""
+        return tuple(int(left[choice.get(node, 0)]) for node, left in enumerate(self.strategies))
+
+
+def simplify(problem: Problem) -> Network | Infeasible:
+    """Build the network of a problem and make it as small as the rules above can."""
+    network = Network(problem)
+    changed = set(network.costs)
+    while changed:
+        failure = _drop_forbidden(network, changed) or _tighten_rows(network, problem)
+        if failure is not None:
+            return failure
+        changed = set()
+        failure = _drop_exceeding(network, changed)
+        if failure is not None:
+            return failure
+        if not changed:
+            changed = _drop_dominated(network)
+    _fold(network)
+    return network
+
+
+def _drop_forbidden(network: Network, nodes: set[int]) -> Infeasible | None:
+    """Arc consistency: drop strategies with cost inf, alone or with every strategy of a neighbour."""
+    walls = _Memo()
+    pending = sorted(nodes.union(*(network.neighbours[node] for node in nodes)), reverse=True)
+    queued = set(pending)
+    while pending:
+        node = pending.pop()
+        queued.discard(node)
+        keep = walls.finite(network.costs[node])
+        for other in network.neighbours[node]:
+            a, b = min(node, other), max(node, other)
+            keep = keep & walls.open(network.edges[a, b], 1 if a == node else 0)
+        if keep.all():
+            continue
+        if not keep.any():
+            return Infeasible(
+                True, f"every strategy of node {node} is forbidden, by itself or by its neighbours", nodes=(node,)
+            )
+        network.restrict(node, keep)
+        again = sorted((network.neighbours[node] | {node}) - queued, reverse=True)
+        pending.extend(again)
+        queued.update(again)
+    return None
+
+
+class _Memo:
+    """Where arrays are finite, computed once per array (the pool keeps them alive)."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], NDArray[np.bool_]] = {}
+
+    def finite(self, array: Array) -> NDArray[np.bool_]:
+        return self._get(array, -1)
+
+    def open(self, array: Array, dim: int) -> NDArray[np.bool_]:
+        return self._get(array, dim)
+
+    def _get(self, array: Array, dim: int) -> NDArray[np.bool_]:
+        key = (id(array), dim)
+        if key not in self._known:
+            self._known[key] = np.isfinite(array if dim < 0 else array.min(axis=dim))
+        return self._known[key]
+
+
+def _tighten_rows(network: Network, problem: Problem) -> Infeasible | None:
+    """Take what every strategy of a node uses out of the rows; drop rows that cannot bind; find rows that cannot hold."""
+    kept = []
+    ranges: dict[int, tuple[float, float, Array]] = {}
+    for row in network.rows:
+        for used in row.usage.values():
+            if id(used) not in ranges:
+                least, most = float(used.min()), float(used.max())
+                ranges[id(used)] = (least, most - least, used if least == 0 else network.pool.intern(used - least))
+        room = row.room - math.fsum(ranges[id(used)][0] for used in row.usage.values())
+        if room < 0:
+            return row_exceeded(network, problem, row.index)
+        usage = {node: ranges[id(used)][2] for node, used in row.usage.items() if ranges[id(used)][1] > 0}
+        if math.fsum(ranges[id(used)][1] for used in row.usage.values()) > room:
+            kept.append(WorkRow(row.index, room, usage))
+    network.rows = kept
+    return None
+
+
+def row_exceeded(network: Network, problem: Problem, index: int) -> Infeasible:
+    """The certificate that a row cannot be kept: even with the least usage of every node it is exceeded."""
+    row = problem.rows[index]
+    least = {node: float(used[network.strategies[node]].min()) for node, used in row.usage.items()}
+    total = math.fsum(least.values())
+    most = tuple(sorted((node for node in least if least[node] > 0), key=lambda node: (-least[node], node))[:10])
+    reason = f"row {index}: its limit is {row.limit:.6g}, and the least that any allowed choice uses is {total:.6g}"
+    return Infeasible(True, reason, index, total, most)
+
+
+def _drop_exceeding(network: Network, changed: set[int]) -> Infeasible | None:
+    """Drop strategies that use more than a row has; the nodes that lost some are added to ``changed``."""
+    for row in network.rows:
+        top = {id(used): used for used in row.usage.values()}
+        large = {key for key, used in top.items() if used.max() > row.room}
+        for node in [node for node, used in row.usage.items() if id(used) in large] if large else ():
+            keep = row.usage[node] <= row.room
+            if not keep.any():
+                reason = f"row {row.index}: each strategy left of node {node} exceeds it, whatever the others use"
+                return Infeasible(True, reason, row.index, nodes=(node,))
+            if not keep.all():
+                network.restrict(node, keep)
+                changed.add(node)
+    return None
+
+
+def _drop_dominated(network: Network) -> set[int]:
+    """Drop strategies that another strategy of the node replaces; returns the nodes that lost some."""
+    usages: dict[int, list[Array]] = {}
+    for row in network.rows:
+        for node, used in row.usage.items():
+            usages.setdefault(node, []).append(used)
+    known: dict[tuple[int, ...], NDArray[np.bool_]] = {}
+    worst: dict[int, Array] = {}
+    changed = set()
+    for node in sorted(network.costs):
+        size = len(network.costs[node])
+        if size == 1:
+            continue
+        edges = [network.edge(node, other) for other in network.neighbours[node]]
+        if any(size * edge.size > DOMINANCE_WORK for edge in edges) or len(edges) > 64:
+            continue
+        uses = list({id(array): array for array in usages.get(node, ())}.values())
+        key = (id(network.costs[node]), *sorted(map(id, edges)), -1, *sorted(map(id, uses)))
+        if key not in known:
+            known[key] = _undominated(network.costs[node], edges, uses, worst)
+        if not known[key].all():
+            network.restrict(node, known[key])
+            changed.add(node)
+    return changed
+
+
+def _undominated(cost: Array, edges: list[Array], usages: list[Array], worst: dict[int, Array]) -> NDArray[np.bool_]:
+    """Which strategies no other replaces. ``excess[s, t]``: the most that t costs above s."""
+    excess = cost[None, :] - cost[:, None]
+    for edge in edges:
+        if id(edge) not in worst:
+            with np.errstate(invalid="ignore"):
+                difference = edge[None, :, :] - edge[:, None, :]  # [s, t, other]
+            worst[id(edge)] = np.where(np.isinf(edge)[:, None, :], -np.inf, difference).max(axis=2)
+        with np.errstate(invalid="ignore"):
+            excess = excess + worst[id(edge)]
+    # -inf + inf: s is forbidden with one neighbour's strategies, t with another's; neither replaces the other
+    replaces = np.nan_to_num(excess, nan=np.inf, posinf=np.inf, neginf=-np.inf) <= 0
+    for used in usages:
+        replaces &= used[None, :] <= used[:, None]
+    np.fill_diagonal(replaces, False)
+    left = np.ones(len(cost), dtype=bool)
+    for strategy in range(len(cost)):  # one after another: what replaces it must still be there
+        left[strategy] = not (replaces[strategy] & left).any()
+    return left
+
+
+def _fold(network: Network) -> None:
+    """Fold nodes with one strategy, and edges that are sums of node costs, into node costs."""
+    parts: dict[int, tuple[Array, Array] | None] = {}
+    for a, b in sorted(network.edges):
+        edge = network.edges[a, b]
+        if id(edge) not in parts:
+            parts[id(edge)] = _separate(edge)
+        found = parts[id(edge)]
+        if found is not None:
+            network.costs[a] = network.pool.add(network.costs[a], network.pool.intern(found[0]))
+            network.costs[b] = network.pool.add(network.costs[b], network.pool.intern(found[1]))
+            network.drop_edge(a, b)
+    for node in [node for node, cost in network.costs.items() if len(cost) == 1]:
+        network.constant += float(network.costs.pop(node)[0])
+        assert not network.neighbours[node]  # an edge with one strategy at an end is a sum of node costs
+
+
+def _separate(edge: Array) -> tuple[Array, Array] | None:
+    """``f, g`` with ``edge = f[:, None] + g[None, :]``, if there are such."""
+    if not np.isfinite(edge).all():
+        return None
+    f, g = edge[:, 0], edge[0] - edge[0, 0]
+    if 1 in edge.shape or (f[:, None] + g[None, :] == edge).all():
+        return f, g
+    return None

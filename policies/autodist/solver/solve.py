@@ -1,0 +1,171 @@
+"""Choose one strategy per node at least cost, within the rows, with a proof.
+
+Variables: ``x[n]``, the strategy of node ``n`` (problem.py).
+
+Objective: ``sum_n cost[n][x[n]] + sum_(a, b) cost[a, b][x[a], x[b]]`` (`evaluate`).
+
+Constraints:
+
+- forbidden strategies and pairs: costs of inf, dropped by arc consistency (network.py);
+- rows: ``sum_n usage[r][n][x[n]] <= limit[r]``; priced by multipliers (relaxation.py), kept by repair and moves (local.py).
+
+How it is solved, each step only if the one before left a gap and time is left:
+
+1. `simplify` drops what cannot matter, and finds rows that cannot be kept (network.py).
+2. No row can bind: elimination is exact, repeated blocks included (eliminate.py).
+3. Rows: the best multipliers give a bound, the choices met on the way are offered; crossing two of them, repair and local
+   search give better ones (relaxation.py, local.py).
+4. Branch and bound closes what is left (branch.py).
+
+Where nodes have too many neighbours for elimination, wide.py takes the place of steps 2 to 4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.policies.autodist.solver.branch import branch
+from shardwright.policies.autodist.solver.eliminate import MAX_JOIN
+from shardwright.policies.autodist.solver.local import LocalSearch, cost_of, cross
+from shardwright.policies.autodist.solver.network import Network, simplify
+from shardwright.policies.autodist.solver.problem import Array, Infeasible, Problem, Solution
+from shardwright.policies.autodist.solver.progress import Progress
+from shardwright.policies.autodist.solver.relaxation import Maximum, Relaxation, maximise
+from shardwright.policies.autodist.solver.wide import search_wide
+
+MAX_BRANCHED = 2000
+"""Nodes of the largest network that branch and bound is tried on."""
+
+MAX_REPAIRED = 6
+"""Choices of the relaxation that are repaired and crossed."""
+
+
+def solve(
+    problem: Problem,
+    *,
+    time_limit_s: float,
+    on_improvement: Callable[[float, float], None] | None = None,
+    target_gap: float = 0.0,
+) -> Solution | Infeasible:
+    """The best choice that can be found and proved in the time.
+
+    Deterministic for equal problems unless time ends the search.
+
+    Args:
+        problem: what to choose.
+        time_limit_s: seconds; the answer is there at most about a tenth later, or later by one step that cannot be cut short.
+        on_improvement: called with ``(cost, bound)`` whenever one of them gets better.
+        target_gap: stop once cost and bound are that near, relative to the cost.
+
+    Raises:
+        KeyboardInterrupt: only before any choice is found; later the best so far is returned.
+    """
+    progress = Progress(problem, time_limit_s, on_improvement, target_gap)
+    try:
+        _search(problem, progress)
+    except KeyboardInterrupt:
+        if progress.choice is None:
+            raise
+    return progress.result()
+
+
+def _search(problem: Problem, progress: Progress) -> None:
+    network = simplify(problem)
+    if isinstance(network, Infeasible):
+        progress.prove_infeasible(network)
+        return
+    relaxation = Relaxation(network, shared=True, max_join=MAX_JOIN)
+    if not relaxation.exact:
+        search_wide(network, progress)
+        return
+    if not network.rows:
+        _eliminate(relaxation, progress)
+        return
+    ceiling = _ceiling(network)
+    beyond = ceiling + 1e-6 * abs(ceiling) + 1e-9
+    start = np.zeros(len(network.rows))
+    maximum = maximise(relaxation, start, stop_above=beyond, out_of_time=lambda: progress.left_s <= 0)
+    if maximum.bound >= beyond:
+        progress.prove_infeasible(_rows_exceeded(problem, network, maximum, ceiling))
+        return
+    progress.raise_bound(maximum.bound, "Lagrange multipliers with exact elimination")
+    _use_pieces(relaxation, maximum, progress)
+    if not progress.done and len(network.costs) <= MAX_BRANCHED:
+        branch(Relaxation(network, shared=False, max_join=MAX_JOIN), maximum, ceiling, progress)
+
+
+def _eliminate(relaxation: Relaxation, progress: Progress) -> None:
+    """No rows: the best choice at once."""
+    best = relaxation.evaluate(np.zeros(0))
+    if best is None:
+        progress.prove_infeasible(Infeasible(True, "no choice avoids all forbidden pairs: proved by elimination"))
+        return
+    progress.offer(relaxation.network.expand(dict(enumerate(best.choice.tolist()))))
+    # the same sum in another order: what it differs by from the cost is rounding
+    progress.raise_bound(progress.cost, "elimination")
+
+
+def _ceiling(network: Network) -> float:
+    """A cost that no allowed choice exceeds."""
+
+    def top(array: Array) -> float:
+        return float(array[np.isfinite(array)].max(initial=-math.inf))
+
+    tops = {id(array): top(array) for array in (*network.costs.values(), *network.edges.values())}
+    return network.constant + math.fsum(tops[id(array)] for array in (*network.costs.values(), *network.edges.values()))
+
+
+def _rows_exceeded(problem: Problem, network: Network, maximum: Maximum, ceiling: float) -> Infeasible:
+    """The certificate that the rows cannot be kept: L exceeds every cost that a choice can have."""
+    multipliers = maximum.multipliers
+    pressed = np.flatnonzero(multipliers > 0)
+    if not len(pressed):
+        return Infeasible(True, "no choice avoids all forbidden pairs: proved by elimination")
+    last = min(maximum.pieces, key=lambda piece: piece.value(multipliers)).choice
+    choice = network.expand(dict(enumerate(last.tolist())))
+    worst = max(pressed, key=lambda index: float(multipliers[index] * network.rows[index].room))
+    index = network.rows[worst].index
+    row = problem.rows[index]
+    used = {node: float(usage[choice[node]]) for node, usage in row.usage.items()}
+    most = tuple(sorted((node for node in used if used[node] > 0), key=lambda node: (-used[node], node))[:10])
+    if len(pressed) > 1:
+        names = ", ".join(str(network.rows[i].index) for i in pressed)
+        return Infeasible(True, f"rows {names} cannot be kept together: proved by Lagrange multipliers", index, None, most)
+    # every choice costs at most the ceiling, so L <= ceiling + multiplier * (least usage - limit)
+    least = row.limit + (maximum.bound - ceiling) / float(multipliers[worst])
+    reason = f"row {index}: its limit is {row.limit:.6g}, and any allowed choice uses at least {least:.6g}"
+    return Infeasible(True, reason, index, least, most)
+
+
+def _use_pieces(relaxation: Relaxation, maximum: Maximum, progress: Progress) -> None:
+    """Choices from the pieces that meet at the best multipliers: as they are, crossed, repaired, and improved."""
+    network = relaxation.network
+    local = LocalSearch(network)
+
+    def improve_and_offer(choice: NDArray[np.intp]) -> NDArray[np.intp] | None:
+        local.load(choice)
+        if not local.repair(progress):
+            return None
+        local.descend(progress)
+        progress.offer(network.expand(dict(enumerate(local.choice.tolist()))))
+        return local.choice
+
+    pieces = sorted(maximum.pieces, key=lambda piece: piece.value(maximum.multipliers))
+    within = [piece for piece in pieces if (piece.excess <= 0).all()]
+    for piece in sorted(within, key=lambda piece: piece.cost)[:1]:
+        progress.offer(network.expand(dict(enumerate(piece.choice.tolist()))))
+        if progress.done:
+            return
+    found = [improved for piece in pieces[:MAX_REPAIRED] if (improved := improve_and_offer(piece.choice)) is not None]
+    inside = min((*found, *(piece.choice for piece in within[:2])), key=lambda choice: cost_of(network, choice), default=None)
+    for piece in pieces[:MAX_REPAIRED]:
+        if inside is None or progress.done:
+            return
+        if not (piece.excess <= 0).all():
+            crossed = cross(network, inside, piece.choice)
+            if crossed is not None:
+                improve_and_offer(crossed)

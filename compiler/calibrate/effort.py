@@ -51,13 +51,14 @@ def effort_for(device_type: str, *, quick: bool, crowded: bool = False) -> Effor
     ``crowded``: there are more threads than cores, so samples are longer and fewer.
     """
     full = _CUDA if device_type == "cuda" else _CPU
+    sizes = full.product_sizes
     if crowded:
-        full = replace(full, sample_s=CROWDED_SAMPLE_S, product_sizes=full.product_sizes[::2])
+        full = replace(full, sample_s=CROWDED_SAMPLE_S, product_sizes=sizes[:5:2] + sizes[-1:])
     if not quick:
         return full
     return replace(
         full,
-        product_sizes=tuple(size for size in full.product_sizes[::2] if size <= 512),
+        product_sizes=sizes[:5:2],
         stream_bytes=full.stream_bytes[::2],
         message_bytes=full.message_bytes[:7:2],
         point_s=full.point_s / 3,

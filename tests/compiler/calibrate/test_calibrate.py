@@ -86,6 +86,9 @@ def test_quick_measures_less_and_crowded_ranks_longer() -> None:
     assert quick.point_s < full.point_s and crowded.sample_s > full.sample_s
     assert effort_for("cuda", quick=False).product_sizes[-1] > full.product_sizes[-1]
     assert 2 <= default_ranks("cpu") <= 8
+    for device_type in ("cpu", "cuda"):
+        sizes = effort_for(device_type, quick=True).product_sizes
+        assert len(sizes) == 3 and sizes[-1] >= 512
 
 
 def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -18,12 +18,14 @@ autograd. On an axis of size 1 every adapter returns ``x`` itself.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shardwright.runtime.communicator import PendingPieces
 from shardwright.runtime.counters import Phase
 from shardwright.runtime.groups import AxisGroup
 from shardwright.runtime.layout import Cut
@@ -107,6 +109,35 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
 
 
 # The movements, without autograd.
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """A whole tensor on its way: its pieces will be joined along ``dim`` as ``cut`` says."""
+
+    pieces: PendingPieces
+    dim: int
+    cut: Cut
+
+    def wait(self) -> Tensor:
+        """The whole, as a new tensor."""
+        return self.pieces.joined() if is_plain(self.cut) else join_pieces(self.pieces.wait(), self.dim, self.cut)
+
+
+def start_gather(x: Tensor, axis: AxisGroup, dim: int, cut: Cut, phase: Phase) -> Gathering:
+    """Begin to gather the pieces ``x``. It must not be changed until the result was waited for."""
+    pieces = axis.communicator.all_gather_async(x, dim, piece_lengths(cut, axis.size), phase=phase)
+    return Gathering(pieces, dim, cut)
+
+
+def reduced_piece(grad: Tensor, axis: AxisGroup, dim: int, cut: Cut) -> Tensor:
+    """The caller's piece of the sum over the axis, in a backward."""
+    return _scatter_sum(grad, axis, dim, cut, "backward")
+
+
+def sliced_piece(grad: Tensor, axis: AxisGroup, dim: int, cut: Cut) -> Tensor:
+    """The caller's piece, as a new tensor."""
+    return _slice(grad, axis, dim, cut)
 
 
 def _gather(x: Tensor, axis: AxisGroup, dim: int, cut: Cut, phase: Phase) -> Tensor:

@@ -46,6 +46,8 @@ class Transport(Protocol):
     def all_gather(self, x: Tensor, result: Tensor) -> None:
         """``x [n]`` of every member into the rows of ``result [size, n]``."""
 
+    def start_all_gather(self, x: Tensor, result: Tensor) -> Work: ...
+
     def reduce_scatter(self, x: Tensor, result: Tensor) -> None:
         """The sum over the members of row ``index`` of their ``x [size, n]`` into ``result [n]``."""
 
@@ -120,19 +122,33 @@ class Communicator:
         self, x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None, *, phase: Phase = "forward"
     ) -> list[Tensor]:
         """Everyone's piece, by index. ``sizes``: their lengths along ``dim`` (default: all as long as ``x``)."""
+        pending, flat = self._pending_pieces(x, dim, sizes, phase)
+        if self.transport is not None:
+            self.transport.all_gather(flat, pending.rows)
+        return pending.wait()
+
+    def all_gather_async(
+        self, x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None, *, phase: Phase = "forward"
+    ) -> PendingPieces:
+        """Begin an :meth:`all_gather`; ``x`` must not be changed until ``wait()`` of the result returns."""
+        pending, flat = self._pending_pieces(x, dim, sizes, phase)
+        if self.transport is not None:
+            pending.work = self.transport.start_all_gather(flat, pending.rows)
+        return pending
+
+    def _pending_pieces(self, x: Tensor, dim: int, sizes: Sequence[int] | None, phase: Phase) -> tuple[PendingPieces, Tensor]:
+        """Room for the pieces of all members, and what this one gives. The call is counted."""
         if sizes is None:
             sizes = [x.shape[dim]] * self.size
         assert len(sizes) == self.size and sizes[self.index] == x.shape[dim], (
             f"member {self.index} of {self.name} holds {x.shape[dim]} along dim {dim}, but the sizes are {list(sizes)}"
         )
         if self.transport is None:
-            return [x.detach().clone()]
+            return PendingPieces(x.detach().reshape(1, -1).clone(), [tuple(x.shape)], dim), x
         shapes = [_with_length(x, dim, size) for size in sizes]
         lengths = [math.prod(shape) for shape in shapes]
         self._count(phase, "all_gather", x, sum(lengths), sum(lengths) - x.numel())
-        rows = x.new_empty(self.size, max(lengths))
-        self.transport.all_gather(_padded(x.detach(), max(lengths)), rows)
-        return [row[:length].view(shape) for row, length, shape in zip(rows, lengths, shapes, strict=True)]
+        return PendingPieces(x.new_empty(self.size, max(lengths)), shapes, dim), _padded(x.detach(), max(lengths))
 
     def all_gather_cat(
         self, x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None, *, phase: Phase = "forward"
@@ -254,6 +270,38 @@ class Communicator:
         # torch.compile would trace the count once for many runs, or break the graph over it.
         if not torch.compiler.is_compiling():
             self.counters.add(phase, collective, self.name, elements, x.element_size(), received)
+
+
+class PendingPieces:
+    """The pieces of all members on their way into ``rows [size, longest]``.
+
+    ``shapes``: of the pieces, which differ along ``dim``. ``work``: the collective, unless it is complete.
+    """
+
+    def __init__(self, rows: Tensor, shapes: Sequence[tuple[int, ...]], dim: int) -> None:
+        self.rows = rows
+        self.work: Work | None = None
+        self._shapes = shapes
+        self._dim = dim
+
+    def wait(self) -> list[Tensor]:
+        """Everyone's piece, by index, as views of one buffer."""
+        self._finish()
+        lengths = [math.prod(shape) for shape in self._shapes]
+        return [row[:length].view(shape) for row, length, shape in zip(self.rows, lengths, self._shapes, strict=True)]
+
+    def joined(self) -> Tensor:
+        """The pieces joined along ``dim``; they are copied only where they do not lie end to end."""
+        first, dim = self._shapes[0], self._dim
+        if math.prod(first[:dim]) == 1 and len(set(self._shapes)) == 1:
+            self._finish()
+            return self.rows.view(*first[:dim], first[dim] * len(self._shapes), *first[dim + 1 :])
+        return torch.cat(self.wait(), dim)
+
+    def _finish(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
 
 
 class _Done:

@@ -31,7 +31,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +42,11 @@ from shardwright.runtime.compiled import CompiledModule
 from shardwright.runtime.declarations import Declaration
 from shardwright.runtime.end2end import ScaleFunction, arguments_of, infer_step, train_step
 from shardwright.runtime.errors import CheckpointError, DistributedError, InputError, UsageError
+from shardwright.runtime.gathered_weights import WeightGathering
 from shardwright.runtime.gradnorm import counts_here
 from shardwright.runtime.groups import AxisGroup, RankMesh
 from shardwright.runtime.inputs import InputTable
-from shardwright.runtime.layout import Coords, Layout, Mesh
+from shardwright.runtime.layout import Coords, Cut, Layout, Mesh
 from shardwright.runtime.ops.random import RngMode, RngState
 from shardwright.runtime.scope import Place, place
 from shardwright.runtime.weights import WeightFiles
@@ -57,8 +58,8 @@ class ParallelModule(CompiledModule):
 
     ``mesh``, ``rank``, ``inputs``, ``seed`` and ``rng_mode`` are set by the generated class: the mesh of a unit, the plan
     rank the file is for, the leaves of the arguments (see :mod:`shardwright.runtime.inputs`), and how random numbers are
-    drawn. With ``end2end`` the module is called by :meth:`train_step` and :meth:`infer_step` only; ``arguments`` are those
-    that a sample gives.
+    drawn. ``gathers_weights``: some parameters are stored in pieces and used whole. With ``end2end`` the module is called by
+    :meth:`train_step` and :meth:`infer_step` only; ``arguments`` are those that a sample gives.
 
     Constructing one is collective: all ranks of the world do it, in the same order. With ``init_params`` the tensors get
     the values the model was compiled with. Without, parameters and persistent buffers are uninitialised and wait for
@@ -74,6 +75,7 @@ class ParallelModule(CompiledModule):
     seed: ClassVar[int] = 0
     rng_mode: ClassVar[RngMode] = "fast"
     end2end: ClassVar[bool] = False
+    gathers_weights: ClassVar[bool] = False
     arguments: ClassVar[Sequence[str]] = ()
 
     _declarations: dict[str, Declaration]
@@ -83,6 +85,7 @@ class ParallelModule(CompiledModule):
     _inputs_compared: bool
     _in_step: bool = False
     _unit: Communicator
+    _gathering: WeightGathering
     _device: torch.device
 
     def __init__(self, init_params: bool = True) -> None:
@@ -96,6 +99,7 @@ class ParallelModule(CompiledModule):
         self._declarations = {}
         self._places = {}
         self._trained = []
+        self._gathering = WeightGathering()
         self.declare()
         self._make_tensors(init_params)
 
@@ -185,6 +189,13 @@ class ParallelModule(CompiledModule):
             where.put_buffer(tensor, persistent=declaration.persistent)
         self._places[declaration.name] = (*self._places.get(declaration.name, ()), where)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``forward``."""
+        if not self.gathers_weights:
+            return super().__call__(*args, **kwargs)
+        with self._gathering.forward((self.training, torch.is_grad_enabled())):
+            return super().__call__(*args, **kwargs)
+
     # Steps of end-to-end modules
 
     def train_step(
@@ -228,6 +239,17 @@ class ParallelModule(CompiledModule):
     def axis(self, name: str) -> AxisGroup:
         """The ranks of the unit that differ from this one along a mesh axis only."""
         return self.ranks.axis(name)
+
+    def gathered(
+        self,
+        weight: Tensor,
+        axis: AxisGroup,
+        dim: int,
+        cut: Cut | None = None,
+        backward: Literal["slice", "reduce_scatter"] = "reduce_scatter",
+    ) -> Tensor:
+        """A parameter whole along ``axis``, for a moment: see :mod:`shardwright.runtime.gathered_weights`."""
+        return self._gathering.gathered(weight, axis, dim, cut, backward)
 
     def weights(self, path: str) -> Any:
         """The parameter, buffer, constant or scope at a path of original names, whatever else the name may mean here."""

@@ -35,6 +35,9 @@ class ProcessGroupTransport:
     def all_gather(self, x: Tensor, result: Tensor) -> None:
         _all_gather_single(result.view(-1), x, group=self.process_group)
 
+    def start_all_gather(self, x: Tensor, result: Tensor) -> Work:
+        return _all_gather_single(result.view(-1), x, group=self.process_group, async_op=True)  # type: ignore[no-any-return]
+
     def reduce_scatter(self, x: Tensor, result: Tensor) -> None:
         self.start_reduce_scatter(x.view(-1), [result.numel()] * x.size(0), result).wait()
 

@@ -189,7 +189,11 @@ class ThreadTransport:
         return _ThreadWork(self._hub, meeting, self._index, number, x)
 
     def all_gather(self, x: Tensor, result: Tensor) -> None:
-        result.copy_(self._meet(f"all_gather({_describe(x)})", x, torch.stack))
+        self.start_all_gather(x, result).wait()
+
+    def start_all_gather(self, x: Tensor, result: Tensor) -> Work:
+        number, meeting = self._join(f"all_gather({_describe(x)})", x, torch.stack)
+        return _ThreadWork(self._hub, meeting, self._index, number, result)
 
     def reduce_scatter(self, x: Tensor, result: Tensor) -> None:
         result.copy_(self._meet(f"reduce_scatter({_describe(x)})", x, lambda given: _reduce(given, "sum"))[self._index])

@@ -30,7 +30,7 @@ from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.render import argument_source, call_source, imports_of
 from shardwright.compiler.ops.terms import RUNTIME
 from shardwright.compiler.passes.verify_program import TABLE
-from shardwright.compiler.plan.blocks import Run, Update, container_path, group_blocks, layered, size_symbols
+from shardwright.compiler.plan.blocks import Run, Update, container_path, gathered_until, group_blocks, layered, size_symbols
 from shardwright.compiler.plan.conversion import CutSizes
 from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Instruction, Program
 
@@ -131,6 +131,7 @@ class Writer:
             "methods": [method.lines for method in self.methods.values()],
             "imports": sorted_imports(self.imports | {"import torch"}),
             "dims": graph.dims and legend(graph.dims, program),
+            "gathers_weights": self._gathers_weights(),
         }
 
     def _need(self, *names: str) -> None:
@@ -276,13 +277,23 @@ class Writer:
         for item in items:
             if isinstance(item, Run):
                 instances.setdefault(item.key, []).append(item)
-        for item in items:
+        over = gathered_until(items, _held_at_the_end(program))
+        for position, item in enumerate(items):
             if isinstance(item, Run):
                 body += self._call_block(item, instances[item.key], scope, program)
             else:
                 body.append(self._line(item, scope, program))
+            body += self._drop(over.get(position, ()), scope)
         done = {before.name for item in items if isinstance(item, Run) for before, _ in item.updates}
         return body + [self._update(pair, scope) for pair in program.buffer_updates if pair[0].name not in done]
+
+    def _drop(self, weights: Iterable[IRValue], scope: Scope) -> list[Line]:
+        """Let go of weights that were gathered."""
+        lines = []
+        for value in weights:
+            guards = ("if self.training",) if value.name in self._train_only else ()
+            lines.append(Line(f"del {scope.name(value)}", guards=guards))
+        return lines
 
     def _update(self, update: Update, scope: Scope) -> Line:
         """Give a buffer its new value."""
@@ -294,6 +305,9 @@ class Writer:
     def _programs(self) -> list[Program]:
         """Every program whose body stands in the file."""
         return [self.program, *([self.program.eval_program] if self.program.eval_program else [])]
+
+    def _gathers_weights(self) -> bool:
+        return any(adapter.gathers_weight for program in self._programs() for adapter in program.adapters())
 
     def _reserved(self, program: Program) -> set[str]:
         """Names that no variable may take: those of axes, and of everything the file imports."""
@@ -344,7 +358,11 @@ class Writer:
 
     def _adapter_line(self, instruction: Adapt, scope: Scope) -> Line:
         step = instruction.step
-        self.imports.add(f"from shardwright.runtime.adapters import {step.kind}")
+        function, default = step.kind, _DEFAULT_BACKWARD.get(step.kind)
+        if instruction.gathers_weight:
+            function, default = "self.gathered", "reduce_scatter"
+        else:
+            self.imports.add(f"from shardwright.runtime.adapters import {step.kind}")
         words = [scope.name(instruction.value), step.axis]
         if step.dim is not None:
             words.append(str(step.dim) if step.kind == "all_to_all" else f"dim={step.dim}")
@@ -353,7 +371,7 @@ class Writer:
             words += [self._cut(step.cut), str(step.to_dim), self._cut(step.to_cut)]
         elif step.cut is not None and not _is_plain(step.cut, self.program.plan.mesh.axis_size(step.axis), step.kind):
             words.append(f"cut={self._cut(step.cut)}")
-        if step.backward is not None and (step.kind, step.backward) not in _DEFAULT_BACKWARD:
+        if step.backward not in (None, default):
             words.append(f'backward="{step.backward}"')
         scope.define(instruction.result)
         comment = f"{step.axis}: {step.transition}"
@@ -361,7 +379,7 @@ class Writer:
         if instruction.value.name in self._train_only:
             self._train_only.add(instruction.result.name)
             guards = ("if self.training",)
-        return Line(f"{scope.name(instruction.result)} = {step.kind}({', '.join(words)})", comment, guards)
+        return Line(f"{scope.name(instruction.result)} = {function}({', '.join(words)})", comment, guards)
 
     def _cut(self, cut: CutSizes) -> str:
         self._need("Cut")
@@ -404,7 +422,11 @@ class Writer:
             scope.define(value, wish)
         inputs = [scope.name(value) for value in run.inputs]
         self._container = container
-        lines = [self._line(instruction, scope, program) for instruction in run.instructions]
+        over = gathered_until(run.instructions, run.outputs)
+        lines = []
+        for position, instruction in enumerate(run.instructions):
+            lines.append(self._line(instruction, scope, program))
+            lines += self._drop(over.get(position, ()), scope)
         lines += [self._update(update, scope) for update in run.updates]
         self._container = ""
         outputs = (
@@ -437,7 +459,7 @@ class Writer:
         return f'rebuild("{tree.type_path}", {{{fields}}})'
 
 
-_DEFAULT_BACKWARD = {("all_reduce", "identity"), ("keep_one", "identity")}
+_DEFAULT_BACKWARD = {"all_reduce": "identity", "keep_one": "identity"}
 
 
 class _Raw(str):
@@ -483,6 +505,12 @@ def axis_lines(lines: Iterable[Line], axes: tuple[str, ...]) -> list[Line]:
     """``tp = self.axis("tp")`` for the axes that the lines use."""
     names = {name for line in lines for name in names_read(line.code)}
     return [Line(f'{axis} = self.axis("{axis}")') for axis in axes if axis in names]
+
+
+def _held_at_the_end(program: Program) -> list[IRValue]:
+    """What a body still needs after its last instruction."""
+    results = [value for _, value in program.output.leaves() if isinstance(value, IRValue)]
+    return results + [after for _, after in program.buffer_updates]
 
 
 def used_symbols(program: Program) -> set[str]:

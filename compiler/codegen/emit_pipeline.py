@@ -123,6 +123,7 @@ class _PipelineWriter(Writer):
             "methods": [method.lines for method in self.methods.values()],
             "imports": sorted_imports(self.imports | {"import torch"}),
             "dims": legend(dims, self.program) if dims else "",
+            "gathers_weights": self._gathers_weights(),
         }
 
     def _whole_inputs(self) -> list[tuple[str, str]]:

@@ -26,6 +26,8 @@ MODULE_ATTRIBUTES = frozenset(dir(nn.Module)) | {
     "enter",
     "forward_eval",
     "forward_renamed",
+    "gathered",
+    "gathers_weights",
     "gradient_groups",
     "in_flight",
     "infer_step",

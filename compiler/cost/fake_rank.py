@@ -136,12 +136,15 @@ class _Silence:
 
     def all_gather(self, x: Tensor, result: Tensor) -> None: ...
 
-    def reduce_scatter(self, x: Tensor, result: Tensor) -> None: ...
-
-    def start_reduce_scatter(self, x: Tensor, sizes: list[int], result: Tensor) -> Work:
+    def start_all_gather(self, x: Tensor, result: Tensor) -> Work:
         return _Done()
 
     def start_all_gather_(self, x: Tensor, sizes: list[int]) -> Work:
+        return _Done()
+
+    def reduce_scatter(self, x: Tensor, result: Tensor) -> None: ...
+
+    def start_reduce_scatter(self, x: Tensor, sizes: list[int], result: Tensor) -> Work:
         return _Done()
 
     def all_to_all(self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]) -> None: ...

@@ -2,7 +2,9 @@
 
 Every value has the layout its producer gives it. Each use asks for the layout its operator's strategy needs. Uses that ask
 for the same layout share one adapter, so that their gradients are summed before the one backward collective; a layout that
-is cheaper to reach from another copy (S -> G -> R) is reached from there (:mod:`shardwright.compiler.passes.sharing`).
+is cheaper to reach from another copy (S -> G -> R) is reached from there (:mod:`shardwright.compiler.passes.sharing`). A
+weight that is stored in pieces is the exception: each module that uses it gathers it for itself, as nothing holds it whole in
+between.
 """
 
 from __future__ import annotations
@@ -50,6 +52,10 @@ def drop_outputs(graph: IRGraph, plan: Plan) -> IRGraph:
     return replace(graph, output=prune(graph.output, "")).live()
 
 
+Place = tuple[str, str | None]
+"""Module path and recompute region of the operators that share a gathered weight."""
+
+
 @dataclass
 class _Lowering:
     graph: IRGraph
@@ -58,7 +64,7 @@ class _Lowering:
     produced: dict[str, Layout] = field(default_factory=dict)
     wanted: dict[str, list[Layout]] = field(default_factory=dict)
     routes: dict[str, Mapping[Layout, Route]] = field(default_factory=dict)
-    versions: dict[str, dict[Layout, IRValue]] = field(default_factory=dict)
+    versions: dict[str, dict[tuple[Layout, Place | None], IRValue]] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
 
     @property
@@ -143,20 +149,26 @@ class _Lowering:
         """The value in the layout a use needs, made now if it is not there yet."""
         versions = self.versions.get(value.name)
         if versions is None:
-            versions = self.versions[value.name] = {self._canonical(value, self.produced[value.name]): value}
+            versions = self.versions[value.name] = {(self._canonical(value, self.produced[value.name]), None): value}
             self.routes[value.name] = routes(
                 self.produced[value.name], self.wanted[value.name], self.mesh, differentiable=value.requires_grad
             )
         goal = self._canonical(value, target)
-        if goal not in versions:
-            route = self.routes[value.name][goal]
-            start = self._adapted(value, route.start, op)
-            for step in route.steps:
-                result = replace(value, name=self._fresh_name(value, step), kind=ValueKind.ACTIVATION, fqn=None)
-                self.body.append(Adapt(start, result, value, step, op.region if op else None, op.module_path if op else ""))
-                start = result
-            versions[goal] = start
-        return versions[goal]
+        place = (op.module_path, op.region) if op else ("", None)
+        found = versions.get((goal, None), versions.get((goal, place)))
+        if found is not None:
+            return found
+        route = self.routes[value.name][goal]
+        start = self._adapted(value, route.start, op)
+        is_everywhere = (route.start, None) in versions
+        for step in route.steps:
+            result = replace(value, name=self._fresh_name(value, step), kind=ValueKind.ACTIVATION, fqn=None)
+            adapter = Adapt(start, result, value, step, op.region if op else None, op.module_path if op else "")
+            self.body.append(adapter)
+            is_everywhere = is_everywhere and not adapter.gathers_weight
+            start = result
+        versions[goal, None if is_everywhere else place] = start
+        return start
 
     def _canonical(self, value: IRValue, layout: Layout) -> Layout:
         return canonical(layout, self.mesh, differentiable=value.requires_grad)

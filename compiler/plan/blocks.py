@@ -8,7 +8,7 @@ once. A recompute region is a method even if it occurs once, as it is called thr
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -160,6 +160,20 @@ def _stretches(body: tuple[Instruction, ...]) -> list[Stretch]:
         moved += [((None, None), front)] if front else []
         moved.append((place, rest))
     return moved
+
+
+def gathered_until(items: Sequence[Item], kept: Iterable[IRValue]) -> dict[int, list[IRValue]]:
+    """By position, the gathered weights that are not needed after that item. Those in ``kept`` are needed to the end."""
+    last: dict[str, int] = {}
+    for position, item in enumerate(items):
+        for value in item.inputs if isinstance(item, Run) else reads(item):
+            last[value.name] = position
+    names = {value.name for value in kept}
+    over: dict[int, list[IRValue]] = {}
+    for item in items:
+        if isinstance(item, Adapt) and item.gathers_weight and item.result.name not in names:
+            over.setdefault(last[item.result.name], []).append(item.result)
+    return over
 
 
 def _readers_beyond(adapter: Adapt, instructions: list[Instruction], readers: dict[str, set[int]]) -> set[int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.op import IROp
-from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.strategy import Assignment
 from shardwright.compiler.plan.conversion import AdapterStep
 from shardwright.compiler.plan.plan import Plan
@@ -38,6 +38,11 @@ class Adapt:
     step: AdapterStep
     region: str | None = None
     module_path: str = ""
+
+    @property
+    def gathers_weight(self) -> bool:
+        """Whether a parameter stored in pieces is made whole: held for its uses only, and made again in the backward."""
+        return self.step.kind == "all_gather" and self.of.kind is ValueKind.PARAMETER
 
 
 Instruction = Compute | Adapt

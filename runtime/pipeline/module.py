@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -196,8 +196,11 @@ class PipelineModule(ParallelModule):
         """The forward of one stage."""
         sizes = dict(zip(self.sizes, self._sizes[microbatch], strict=True))
         wanted = {name: sizes[name] for name in self._body.segments[stage].sizes}
-        values: tuple[Tensor, ...] = getattr(self, f"stage{stage}{self._body.ending}")(*arguments, **wanted)
-        return values
+        run: Callable[..., tuple[Tensor, ...]] = getattr(self, f"stage{stage}{self._body.ending}")
+        if not self.gathers_weights:
+            return run(*arguments, **wanted)
+        with self._gathering.forward((stage, self.training, torch.is_grad_enabled())):
+            return run(*arguments, **wanted)
 
     # Steps
 

@@ -113,7 +113,9 @@ def test_parameters_held_in_slices(tmp_path: Path) -> None:
     of_parameters = [a for a in compiled.program.adapters() if a.of.fqn is not None]
     uses_of_positions = {("all_gather", "slice"), ("all_gather", "reduce_scatter")}
     assert {(a.step.kind, a.step.backward) for a in of_parameters} <= uses_of_positions
-    assert len(of_parameters) == len(compiled.program.graph.parameters)  # one gather each; the tied table too
+    # One gather for each use: the tied table has two, far apart.
+    assert len(of_parameters) == len(compiled.program.graph.parameters) + 1
+    assert all(adapter.gathers_weight for adapter in of_parameters)
 
 
 # --------------------------------------------------------------------------------------------- two-dimensional products
@@ -167,4 +169,7 @@ def test_two_dimensional_products_send_what_they_should(side: int, tmp_path: Pat
     }
     expected = (side - 1) / side**2 * (activations + weights)
     assert received["forward"] == pytest.approx(expected, rel=1e-12)
-    assert received["backward"] == pytest.approx(expected, rel=1e-12)  # gathered operands are kept: only their gradients move
+    # Gradients move as their operands did. Gathered activations are kept; weights are gathered again where an input's gradient
+    # needs them, not for the first product.
+    again = (side - 1) / side**2 * (12 * 16 + 4 * 12)
+    assert received["backward"] == pytest.approx(expected + again, rel=1e-12)

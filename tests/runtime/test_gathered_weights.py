@@ -1,0 +1,322 @@
+"""Weights stored in pieces: gathered for their uses, dropped, gathered again in backward."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from shardwright.runtime import gathered_weights
+from shardwright.runtime.errors import UsageError
+from shardwright.runtime.gathered_weights import WeightGathering
+from shardwright.runtime.groups import RankMesh
+from shardwright.runtime.layout import Cut, Layout, Mesh
+from shardwright.runtime.ops.random import RngState
+from shardwright.runtime.pieces import local_piece
+from shardwright.runtime.recompute import recompute
+from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.world import count_communication, current_world
+
+WIDTH, BATCH = 32, 2
+
+
+class Sharded:
+    """Weights on the ranks of a mesh: ``self.weight(number)`` is one of them whole."""
+
+    def __init__(self, wholes: list[Tensor], layout: str = "[32/dp, 32]", trained: bool = True) -> None:
+        self.layout = Layout.parse(layout)
+        axes = self.layout.cut_axes
+        self.ranks = RankMesh(Mesh(tuple((name, 2) for name in axes)))
+        pieces = [local_piece(whole, self.layout, self.ranks.mesh, self.ranks.coords).clone() for whole in wholes]
+        self.pieces = [nn.Parameter(piece, trained) for piece in pieces]
+        self.gathering = WeightGathering()
+
+    def weight(self, number: int) -> Tensor:
+        x = self.pieces[number]
+        for axis in reversed(self.layout.cut_axes):  # the minor axis first
+            dim = next(d for d in range(2) if axis in self.layout.dim_axes(d))
+            group = self.ranks.axis(axis)
+            cut = None if x.shape[dim] * 2 in (16, 32) else Cut((self.layout.shape[dim],))
+            x = self.gathering.gathered(x, group, dim, cut)
+        return x
+
+
+def wholes(count: int, shape: tuple[int, int] = (WIDTH, WIDTH)) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, dtype=torch.float64, generator=generator) / WIDTH**0.5 for _ in range(count)]
+
+
+class Alive:
+    """How many weights one rank holds whole, or has on their way. ``peak``: at most, whenever a gather began."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._storages: list[StorageWeakRef] = []
+
+    @property
+    def now(self) -> int:
+        self._storages = [storage for storage in self._storages if not storage.expired()]
+        return len(self._storages)
+
+    def add(self, x: Tensor) -> None:
+        self._storages.append(StorageWeakRef(x.untyped_storage()))
+        self.peak = max(self.peak, self.now)
+
+
+@pytest.fixture
+def alive(monkeypatch: pytest.MonkeyPatch) -> dict[int, Alive]:
+    """By rank. Pieces are gathered into the memory of the whole, so that counts from the start."""
+    found = {rank: Alive() for rank in range(2)}
+    start = gathered_weights.start_gather
+
+    def counted(x: Tensor, *args: Any) -> Any:
+        started = start(x, *args)
+        found[current_world().rank].add(started.pieces.rows)
+        return started
+
+    monkeypatch.setattr(gathered_weights, "start_gather", counted)
+    return found
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(BATCH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+
+
+def chain(x: Tensor, weight: Callable[[int], Tensor], count: int) -> Tensor:
+    for number in range(count):
+        x = torch.tanh(F.linear(x, weight(number)))
+    return x.square().sum()
+
+
+def reference(count: int, run: Callable[..., Tensor] = chain, num_ranks: int = 2) -> list[Tensor]:
+    """Gradients of the sum over the ranks' batches."""
+    leaves = [whole.requires_grad_() for whole in wholes(count)]
+    torch.stack([run(batch(rank), lambda n: leaves[n], count) for rank in range(num_ranks)]).sum().backward()
+    return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+def assert_gradients(sharded: Sharded, expected: list[Tensor]) -> None:
+    for parameter, whole in zip(sharded.pieces, expected, strict=True):
+        piece = local_piece(whole, sharded.layout, sharded.ranks.mesh, sharded.ranks.coords)
+        torch.testing.assert_close(parameter.grad, piece, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("layout", ["[32/dp, 32]", "[32, 32/dp]", "[32/dp/zero, 32]", "[32/dp, 32/zero]"])
+def test_gradients_are_those_of_whole_weights_and_each_step_gathers_twice(layout: str) -> None:
+    """In the second and third step gathers are begun ahead of time."""
+    count, num_axes = 4, layout.count("/")
+    expected = reference(count, num_ranks=2**num_axes)
+
+    def rank(index: int) -> None:
+        sharded = Sharded(wholes(count), layout)
+        for _ in range(3):
+            for parameter in sharded.pieces:
+                parameter.grad = None
+            with count_communication() as volume:
+                with sharded.gathering.forward("train"):
+                    loss = chain(batch(index), sharded.weight, count)
+                loss.backward()
+            assert_gradients(sharded, expected)
+            assert volume.calls("all_gather", phase="forward") == count * num_axes
+            assert volume.calls("all_gather", phase="backward") == (count - 1) * num_axes  # the first input needs no gradient
+            assert volume.calls("reduce_scatter", phase="backward") == count * num_axes
+            assert len(volume.items()) == 3 * num_axes
+
+    run_ranks(2**num_axes, rank)
+
+
+def test_a_gradient_that_is_not_summed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests of gradients are worth: without the sum the loss is right and they fail."""
+    monkeypatch.setattr(gathered_weights, "reduced_piece", gathered_weights.sliced_piece)
+    with pytest.raises(AssertionError, match="not close"):
+        test_gradients_are_those_of_whole_weights_and_each_step_gathers_twice("[32/dp, 32]")
+
+
+def test_only_two_weights_are_whole_at_any_time(alive: dict[int, Alive]) -> None:
+    """Twelve layers: one weight in use and the next one on its way, in forward and in backward."""
+
+    def rank(index: int) -> None:
+        sharded = Sharded(wholes(12))
+        for _ in range(3):
+            with sharded.gathering.forward("train"):
+                loss = chain(batch(index), sharded.weight, 12)
+            assert alive[index].now == 0, "weights are kept for the backward"
+            loss.backward()
+            assert alive[index].now == 0 and alive[index].peak == 2
+
+    run_ranks(2, rank)
+
+
+def several_views(x: Tensor, weight: Callable[[int], Tensor], count: int) -> Tensor:
+    """Uses that save the weight itself, its transpose, a slice, and a product that saves it twice."""
+    whole = weight(0)
+    x = F.linear(x, whole) + x @ whole + x @ whole.t()[:, 5:17] @ whole[3:15]
+    x = x * whole[0] * whole.diagonal()
+    return (x @ torch.linalg.matrix_exp(whole)).square().sum() + (whole * whole).sum()
+
+
+def test_views_are_rebuilt_and_uses_share_one_gather() -> None:
+    expected = reference(1, several_views)
+
+    def rank(index: int) -> None:
+        sharded = Sharded(wholes(1))
+        with count_communication() as volume:
+            with sharded.gathering.forward("train"):
+                loss = several_views(batch(index).requires_grad_(), sharded.weight, 1)
+            loss.backward()
+        assert_gradients(sharded, expected)
+        assert (volume.calls("all_gather", phase="forward"), volume.calls("all_gather", phase="backward")) == (1, 1)
+        assert sharded.gathering._uses == {} or all(e[0].expired() for e in sharded.gathering._uses.values())
+
+    run_ranks(2, rank)
+
+
+def test_a_second_backward_through_a_retained_graph() -> None:
+    expected = [2 * gradient for gradient in reference(3)]
+
+    def rank(index: int) -> None:
+        sharded = Sharded(wholes(3))
+        with sharded.gathering.forward("train"):
+            loss = chain(batch(index), sharded.weight, 3)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert_gradients(sharded, expected)
+
+    run_ranks(2, rank)
+
+
+def test_frozen_weights_are_gathered_again_and_not_reduced() -> None:
+    def rank(index: int) -> None:
+        sharded = Sharded(wholes(3), trained=False)
+        x = batch(index).requires_grad_()
+        with count_communication() as volume:
+            with sharded.gathering.forward("train"):
+                loss = chain(x, sharded.weight, 3)
+            loss.backward()
+        y = batch(index).requires_grad_()
+        chain(y, lambda n: wholes(3)[n], 3).backward()
+        torch.testing.assert_close(x.grad, y.grad, rtol=1e-12, atol=1e-14)
+        assert volume.calls("all_gather", phase="backward") == 3 and not volume.calls("reduce_scatter")
+
+    run_ranks(2, rank)
+
+
+def test_recomputed_regions_gather_within(alive: dict[int, Alive]) -> None:
+    expected = reference(4)
+    rng = RngState(0)
+
+    def rank(index: int) -> None:
+        sharded = Sharded(wholes(4))
+
+        def layer(x: Tensor, number: int) -> Tensor:
+            return torch.tanh(F.linear(x, sharded.weight(number)))
+
+        for _ in range(2):
+            for parameter in sharded.pieces:
+                parameter.grad = None
+            with count_communication() as volume:
+                with sharded.gathering.forward("train"):
+                    x = batch(index).requires_grad_()
+                    for number in range(4):
+                        x = recompute(layer, x, number, rng=rng)
+                    loss = x.square().sum()
+                assert alive[index].now == 0
+                loss.backward()
+            assert alive[index].now == 0 and alive[index].peak <= 2
+            assert_gradients(sharded, expected)
+            assert volume.calls("all_gather") == 8 and volume.calls("reduce_scatter") == 4
+
+    run_ranks(2, rank)
+
+
+def test_without_gradients_nothing_is_kept(alive: dict[int, Alive]) -> None:
+    def rank(index: int) -> None:
+        sharded = Sharded(wholes(6))
+        for _ in range(2):
+            with torch.no_grad(), sharded.gathering.forward("eval"):
+                chain(batch(index), sharded.weight, 6)
+            assert alive[index].now == 0 and alive[index].peak <= 2
+
+    run_ranks(2, rank)
+
+
+def test_another_way_through_the_module_drops_what_was_begun() -> None:
+    """Three forwards that gather different weights, though they are of one kind."""
+
+    def rank(index: int) -> None:
+        sharded = Sharded(wholes(4))
+        for order in ([0, 1, 2, 3], [0, 2, 1], [3], [0, 1, 2, 3]):
+            x, y = batch(index), batch(index)
+            with sharded.gathering.forward("train"):
+                for number in order:
+                    x = F.linear(x, sharded.weight(number))
+            for number in order:
+                y = F.linear(y, wholes(4)[number])
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-14)
+
+    run_ranks(2, rank)
+
+
+def failing(change: Callable[[Sharded, Tensor], Any]) -> str:
+    """The error of a backward after ``change(sharded, hidden)``."""
+
+    def rank(index: int) -> str:
+        sharded = Sharded(wholes(2))
+        with sharded.gathering.forward("train"):
+            hidden = F.linear(batch(index), sharded.weight(0))
+            loss = F.linear(hidden, sharded.weight(1)).square().sum()
+        change(sharded, hidden)
+        with pytest.raises(UsageError) as error:
+            loss.backward()
+        return str(error.value)
+
+    return run_ranks(2, rank)[0]
+
+
+def test_changing_a_parameter_before_backward_is_refused() -> None:
+    def change(sharded: Sharded, hidden: Tensor) -> None:
+        with torch.no_grad():
+            sharded.pieces[1].add_(1)
+
+    assert failing(change) == (
+        "a parameter was changed between forward and backward\n"
+        "  why:   the backward gathers it again, a piece of shape [16, 32], and must find it as it was\n"
+        "  try:   run backward before optimizer.step() or anything else that writes to parameters"
+    )
+
+
+def test_changing_what_backward_needs_is_refused() -> None:
+    def change(sharded: Sharded, hidden: Tensor) -> None:
+        with torch.no_grad():
+            hidden.add_(1)
+
+    assert failing(change) == (
+        "a tensor of shape [2, 32] that backward needs was changed in place after the forward\n"
+        "  try:   change a copy of it, or run backward first"
+    )
+
+
+def test_graphs_are_freed_without_the_garbage_collector() -> None:
+    """A node that saves its own result (tanh, exp) must not keep itself alive through the hooks."""
+
+    def rank(index: int) -> None:
+        sharded = Sharded(wholes(1))
+        gc.disable()
+        try:
+            with sharded.gathering.forward("train"):
+                hidden = torch.tanh(F.linear(batch(index), sharded.weight(0))).exp()
+                loss = hidden.sum()
+            alive = weakref.ref(hidden)
+            del hidden, loss
+            assert alive() is None
+        finally:
+            gc.enable()
+
+    run_ranks(2, rank)

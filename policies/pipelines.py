@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shardwright.compiler.ir.graph import IRGraph
-from shardwright.compiler.passes.schedule import by_hand
 from shardwright.compiler.plan.plan import Plan, StagePlan
 from shardwright.compiler.schedule.generate import SCHEDULES, generate
+from shardwright.compiler.schedule.planned import by_hand
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.policies.partition import stage_starts, starts_at
 from shardwright.runtime.config import ComputeConfig

@@ -38,6 +38,7 @@ class FakeRank:
 
     def __init__(self, mesh: Mesh, coords: Coords | None = None, rng: RngMode = "fast", *, zeros: bool = False) -> None:
         coords = dict.fromkeys(mesh.names, 0) if coords is None else coords
+        self.mesh, self.coords = mesh, coords
         self.mode = nullcontext() if zeros else FakeTensorMode(allow_non_fake_inputs=True)
         counters = CommunicationCounters()
         self.axes = {

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from shardwright.compiler.plan.pipeline import PipelineProgram
-from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.schedule.dataflow import Dataflow
-from shardwright.compiler.schedule.generate import generate
+from shardwright.compiler.schedule.planned import dataflow_of, planned_schedule
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.validate import validate
-from shardwright.runtime.errors import PlanError
-from shardwright.runtime.schedule import ActionKind, ScheduleAction, parse_actions
+from shardwright.runtime.schedule import ActionKind, ScheduleAction
 
 
 def schedule_of(program: PipelineProgram) -> Schedule:
@@ -19,43 +16,8 @@ def schedule_of(program: PipelineProgram) -> Schedule:
     """
     schedule = planned_schedule(program.plan)
     for body in program.bodies:
-        validate(schedule, _dataflow(body, schedule.num_stages))
+        validate(schedule, dataflow_of(body, schedule.num_stages))
     return schedule
-
-
-def _dataflow(program: PipelineProgram, num_stages: int) -> Dataflow:
-    """What crosses between the stages of one body."""
-    pairs = {(crossing.source, crossing.target) for crossing in program.crossings}
-    with_gradient = {(c.source, c.target) for c in program.crossings if c.value.requires_grad}
-    consumers: dict[int, list[int]] = {}
-    for source, target in sorted(pairs):
-        consumers.setdefault(source, []).append(target)
-    return Dataflow.of(num_stages, consumers, pairs - with_gradient)
-
-
-def planned_schedule(plan: Plan) -> Schedule:
-    """What the plan says of the order: its own actions, or those of a published schedule."""
-    if plan.actions:
-        return by_hand(plan.actions)
-    num_positions = len({stage.ranks for stage in plan.stages})
-    return generate(plan.schedule, num_positions, plan.num_microbatches, len(plan.stages) // num_positions)
-
-
-def by_hand(actions: tuple[str, ...]) -> Schedule:
-    """A schedule from one text for each position. Which stages a position has, its actions tell."""
-    rows = tuple(parse_actions(text) for text in actions)
-    placement: dict[int, int] = {}
-    for rank, row in enumerate(rows):
-        for action in row:
-            if placement.setdefault(action.stage, rank) != rank:
-                raise PlanError(
-                    f"stage {action.stage} has actions on position {placement[action.stage]} and on position {rank}",
-                    hint="a stage has one position",
-                )
-    if sorted(placement) != list(range(len(placement))):
-        raise PlanError("the stages of the actions are not numbered 0, 1, 2, ...", why=f"they are {sorted(placement)}")
-    num_microbatches = 1 + max((action.microbatch for row in rows for action in row), default=-1)
-    return Schedule(num_microbatches, tuple(placement[stage] for stage in sorted(placement)), rows)
 
 
 def inference_like(schedule: Schedule) -> Schedule:

@@ -1,0 +1,265 @@
+"""The memory of one forward and backward of a program on one rank, by walking its instructions as they run.
+
+Storages live while something holds them:
+
+- **variables** of the generated code, until the method ends in which they are bound: ``forward``, or the one of a repeated block;
+- **autograd**, from the forward of an operator to its backward, for what it saves (each storage once, views share);
+- **gradients** on their way, from the operator that makes them to the one that uses them. They come in the reverse order of the
+  forward, as the engine takes the latest node that is ready. A second gradient of a value is added in place where nothing else
+  holds the first one;
+- a **recompute region** holds its arguments; its first operator to need something computes the region again.
+
+What an instruction makes, keeps and needs on the way is in its :mod:`~shardwright.compiler.cost.footprint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardwright.compiler.cost.footprint import Footprints, Forward, TensorForm
+from shardwright.compiler.cost.ledger import Ledger
+from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.plan.blocks import Run, group_blocks, reads, writes
+from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
+
+ACTIVATION, TEMPORARY = "activation", "temporary"
+
+
+@dataclass(slots=True)
+class _Local:
+    """A value of the rank: its form, and the storage it lies in."""
+
+    form: TensorForm
+    storage: int
+
+
+@dataclass(slots=True)
+class _Node:
+    """An instruction in the graph of autograd. ``saved``: the storages it holds."""
+
+    instruction: Instruction
+    operands: list[_Local]
+    operand_names: list[str]
+    result_names: list[str]
+    saved: list[int]
+    region: int | None = None
+
+
+@dataclass(slots=True)
+class _Region:
+    """A part that is recomputed. ``arguments``: storages held until its backward is done."""
+
+    instructions: tuple[Instruction, ...]
+    arguments: list[int]
+    nodes: list[_Node] = field(default_factory=list)
+    recomputed: bool = False
+
+
+Arrive = Callable[[str, TensorForm, int], None]
+"""Called with a source, its complete gradient and the storage of that, which the caller of it releases."""
+
+
+class BodyMemory:
+    """One run of ``program``. ``sources``: the forms of its inputs, parameters, buffers and constants by value name, and the
+    storages they lie in. ``arrive`` takes the gradients of sources.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        footprints: Footprints,
+        ledger: Ledger,
+        sources: Mapping[str, tuple[TensorForm, int]],
+        arrive: Arrive,
+        *,
+        trains: bool = True,
+    ) -> None:
+        self.program, self.footprints, self.ledger = program, footprints, ledger
+        self.arrive, self.trains = arrive, trains
+        self.inexact: set[str] = set()
+        self.values = {name: _Local(form, storage) for name, (form, storage) in sources.items()}
+        self.sources = set(sources)
+        self.nodes: list[_Node] = []
+        self.regions: list[_Region] = []
+        self.outputs: list[int] = []
+
+    # ------------------------------------------------------------------------------------------------ forward
+
+    def forward(self) -> None:
+        """Run the forward. After it, only the results and what autograd needs is held."""
+        bound: list[int] = []
+        for item in group_blocks(self.program):
+            if not isinstance(item, Run):
+                bound += self._bind([item])
+                continue
+            region = None
+            if item.recompute and self.trains:
+                arguments = [self.ledger.hold(self.values[value.name].storage) for value in item.inputs]
+                region = len(self.regions)
+                self.regions.append(_Region(item.instructions, arguments))
+            inside = self._bind(item.instructions, region)
+            bound += [self.ledger.hold(self.values[value.name].storage) for value in item.outputs]
+            self._release(inside)
+        for _, value in self.program.output.leaves():
+            if isinstance(value, IRValue):
+                self.outputs.append(self.ledger.hold(self.values[value.name].storage))
+        self._release(bound)
+
+    def _bind(self, instructions: Sequence[Instruction], region: int | None = None) -> list[int]:
+        """Run instructions; the storages that their variables hold."""
+        bound: list[int] = []
+        for instruction in instructions:
+            node = self._run(instruction, bound, keeps=region is None)
+            if node is not None:
+                node.region = region
+                self.nodes.append(node)
+                if region is not None:
+                    self.regions[region].nodes.append(node)
+        return bound
+
+    def _run(self, instruction: Instruction, bound: list[int], *, keeps: bool) -> _Node | None:
+        """Run one instruction: bind its results, and with ``keeps`` hold what autograd saves."""
+        operands = [self.values[value.name] for value in reads(instruction)]
+        found = self.footprints.forward(instruction, [local.form for local in operands], trains=self.trains)
+        if not found.exact:
+            self.inexact.add(_name(instruction))
+        self.ledger.use(found.peak, _name(instruction))
+        numbers = [local.storage for local in operands] + [self.ledger.new(size, ACTIVATION) for size in found.made]
+        for value, form, number in zip(writes(instruction), found.results, found.storages, strict=True):
+            self.values[value.name] = _Local(form, numbers[number])
+            bound.append(self.ledger.hold(numbers[number]))
+        node = None
+        if self.trains and any(form.requires_grad for form in found.results):
+            saved = [self.ledger.hold(numbers[number]) for number in found.saved] if keeps else []
+            names = [value.name for value in reads(instruction)], [value.name for value in writes(instruction)]
+            node = _Node(instruction, operands, *names, saved)
+        for number in numbers[len(operands) :]:
+            self.ledger.drop_unheld(number)
+        self.ledger.use(0, _name(instruction))
+        return node
+
+    # ------------------------------------------------------------------------------------------------ backward
+
+    def backward(self, roots: Mapping[str, tuple[TensorForm, int]]) -> None:
+        """Run the backward from the gradients of ``roots`` by value name, whose storages are held and pass to this."""
+        gradients: dict[str, tuple[TensorForm, int]] = dict(roots)
+        remaining = self._contributions(set(roots))
+        kept: list[_Node] = []
+        for node in reversed(self.nodes):
+            incoming = [gradients.pop(name, None) for name in node.result_names]
+            if all(gradient is None for gradient in incoming):
+                kept.append(node)
+                continue
+            if node.region is not None and not self.regions[node.region].recomputed:
+                self._recompute(self.regions[node.region])
+            self._differentiate(node, incoming, gradients, remaining)
+            self._release(node.saved)
+            node.saved = []
+            if node.region is not None and node is self.regions[node.region].nodes[0]:
+                self._release(self.regions[node.region].arguments)
+                self.regions[node.region].arguments = []
+        for name, (form, storage) in gradients.items():  # of inputs that no operator of the graph reads
+            if name in self.sources:
+                self.arrive(name, form, storage)
+            else:
+                self.ledger.release(storage)
+        for node in kept:
+            self._release(node.saved)
+        for region in self.regions:
+            self._release(region.arguments)
+
+    def finish(self) -> None:
+        """Drop the results, and what a forward without a backward left."""
+        for node in self.nodes:
+            self._release(node.saved)
+        for region in self.regions:
+            self._release(region.arguments)
+        self._release(self.outputs)
+
+    def _differentiate(
+        self,
+        node: _Node,
+        incoming: Sequence[tuple[TensorForm, int] | None],
+        gradients: dict[str, tuple[TensorForm, int]],
+        remaining: dict[str, int],
+    ) -> None:
+        name = _name(node.instruction)
+        found = self.footprints.backward(
+            node.instruction, [local.form for local in node.operands], [g and g[0] for g in incoming]
+        )
+        self.ledger.use(found.peak, f"backward of {name}")
+        made = [self.ledger.new(size, TEMPORARY) for size in found.made]
+        numbers = [g[1] if g is not None else -1 for g in incoming] + made
+        results = [
+            (node.operand_names[operand], form, self.ledger.hold(numbers[number]))
+            for operand, form, number in zip(found.wanted, found.gradients, found.storages, strict=True)
+        ]
+        for g in incoming:  # the engine lets go of what came in before it hands out the results
+            if g is not None:
+                self.ledger.release(g[1])
+        for number in made:
+            self.ledger.drop_unheld(number)
+        for operand, form, storage in results:
+            gradients[operand] = self._accumulated(gradients.get(operand), form, storage, name)
+            remaining[operand] -= 1
+            if operand in self.sources and remaining[operand] == 0:
+                self.arrive(operand, *gradients.pop(operand))
+
+    def _accumulated(
+        self, held: tuple[TensorForm, int] | None, form: TensorForm, storage: int, name: str
+    ) -> tuple[TensorForm, int]:
+        """The sum of two gradients of one value."""
+        if held is None:
+            return form, storage
+        if self.ledger.holders(held[1]) > 1:
+            total = self.ledger.hold(self.ledger.new(form.num_bytes, TEMPORARY))
+            self.ledger.use(0, f"backward of {name}")
+            self.ledger.release(held[1])
+            held = form, total
+        self.ledger.release(storage)
+        return held
+
+    def _contributions(self, reached: set[str]) -> dict[str, int]:
+        """How many gradients each value will be given."""
+        counts: dict[str, int] = {}
+        for node in reversed(self.nodes):
+            if not reached.isdisjoint(node.result_names):
+                for name, local in zip(node.operand_names, node.operands, strict=True):
+                    if local.form.requires_grad:
+                        reached.add(name)
+                        counts[name] = counts.get(name, 0) + 1
+        return counts
+
+    def _recompute(self, region: _Region) -> None:
+        """Run a region again up to its last instruction that keeps something, and hold what that is."""
+        region.recomputed = True
+        by_instruction = {id(node.instruction): node for node in region.nodes}
+        forwards = self._forwards(region)
+        last = max((i for i, found in enumerate(forwards) if found.saved), default=-1)
+        bound: list[int] = []
+        for instruction in region.instructions[: last + 1]:
+            node = self._run(instruction, bound, keeps=True)
+            if node is not None:
+                by_instruction[id(instruction)].saved = node.saved
+                by_instruction[id(instruction)].operands = node.operands
+        self._release(bound)
+
+    def _forwards(self, region: _Region) -> list[Forward]:
+        return [
+            self.footprints.forward(i, [self.values[value.name].form for value in reads(i)], trains=True)
+            for i in region.instructions
+        ]
+
+    def _release(self, storages: list[int]) -> None:
+        for storage in storages:
+            self.ledger.release(storage)
+        storages.clear()
+
+
+def _name(instruction: Instruction) -> str:
+    return instruction.result.name if isinstance(instruction, Adapt) else _op_name(instruction)
+
+
+def _op_name(instruction: Compute) -> str:
+    return instruction.original.name

@@ -1,0 +1,41 @@
+"""Training steps on ranks that are threads, with the peak of the bytes that live on each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from plans import write
+from torch import nn
+
+from shardwright.compiler.compile import Compiled
+from shardwright.compiler.cost.live_bytes import LiveBytes
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.loader import load_class
+from shardwright.runtime.optimizer import build_optimizer
+from shardwright.runtime.threads import run_ranks
+
+
+def measured_peaks(
+    directory: Path, compiled: Compiled, module: nn.Module, inputs: Mapping[str, Any], config: ComputeConfig
+) -> list[int]:
+    """The most bytes that live at once on each rank, in the second step with Adam."""
+    write(directory, compiled, module)
+
+    def rank(index: int) -> int:
+        part = load_class(directory)()
+        with LiveBytes() as live:
+            optimizer = build_optimizer(part, torch.optim.Adam, config)
+            samples = [dict(inputs) for _ in range(compiled.plan.num_microbatches)]
+            samples = [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()} for s in samples]
+            live.watch([*part.parameters(), *part.buffers()])
+            for _ in range(2):
+                live.restart()
+                part.train_step(samples)
+                optimizer.step()
+                optimizer.zero_grad()
+            return live.peak
+
+    return run_ranks(config.runtime_ngpus, rank, timeout_s=120.0)

@@ -50,6 +50,18 @@ class CompiledModule(Scope):
         """The mesh that the layout of a tensor refers to, and where on it this rank is."""
         raise NotImplementedError
 
+    def is_copy(self, declaration: Declaration) -> bool:
+        """Whether this rank holds a tensor only to use it: other ranks have the same elements, train them, and send them."""
+        return False
+
+    def refresh_copies(self) -> None:
+        """Give the tensors that :meth:`is_copy` tells of the values that other ranks have. Collective."""
+
+    def finish_step(self) -> None:
+        """Do what follows a step of the optimizer. Collective."""
+        self.refresh_copies()
+        self.rng.next_step()
+
     def gradient_groups(self) -> dict[str, Communicator]:
         """By name of the trained parameters, the ranks that hold summands of its gradient. All of them hold equal values.
 

@@ -65,7 +65,7 @@ class ParallelOptimizer(Optimizer):
         self._gathering.run()
         self._reducer.reopen()
         for module in self._model.parallel_modules:
-            module.rng.next_step()
+            module.finish_step()
         return result
 
     # torch wraps the step of every class it has not seen, so that its hooks run there; they run in the user's step already.

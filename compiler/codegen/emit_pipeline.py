@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,6 +117,7 @@ class _PipelineWriter(Writer):
             "size_methods": [lines for body, p in named for lines in self._size_methods(p, body)],
             "output_stages": {body: _output_stages(p) for body, p in named},
             "shared": sorted(program.shared.items()),
+            "owned": [(fqn, _owned_text(layouts)) for fqn, layouts in sorted(program.owned.items())],
             "declarations": self._declarations(),
             "bodies": bodies,
             "outputs": outputs,
@@ -232,6 +233,11 @@ def _by_path(tree: Tree, path: str) -> Tree:
         return tree
     children = tuple((key, _by_path(child, f"{path}.{key}".lstrip("."))) for key, child in tree.children)
     return Tree(tree.kind, tree.value, children, tree.type_path)
+
+
+def _owned_text(layouts: Mapping[int, Layout]) -> str:
+    """The layouts of a parameter by stage."""
+    return "{" + ", ".join(f'{stage}: "{layout}"' for stage, layout in sorted(layouts.items())) + "}"
 
 
 def _stage_text(mesh: Mesh, ranks: tuple[int, ...]) -> str:

@@ -23,7 +23,7 @@ from shardwright.compiler.plan.pipeline import Crossing, PipelineProgram, StageG
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Program
 from shardwright.runtime.errors import InternalError, PlanError
-from shardwright.runtime.layout import Layout
+from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.transfer import Holding, pieces
 
 
@@ -38,22 +38,50 @@ def lower_stages(graph: IRGraph, plan: Plan) -> PipelineProgram:
     eval_cut = () if body is None else split_stages(body, stage_of_eval_ops(graph, stages, body), num_stages)
     cut = place_unused(graph, cut, weights_used((*cut, *eval_cut)))
     _check_updated_buffers((*cut, *eval_cut))
-    program = _lower_body(graph, plan, cut)
+    holders = _holders((*cut, *eval_cut))
+    stored = _stored_by_mesh(plan, holders)
+    program = _lower_body(graph, plan, cut, stored)
     if body is not None:
-        stored = {d.value.fqn: d.layout for d in program.declarations if d.value.fqn is not None}
-        program = replace(program, eval_program=_lower_body(body, replace(plan, stored={**plan.stored, **stored}), eval_cut))
-    holders: dict[str, set[int]] = {}
-    for stage in (*cut, *eval_cut):
+        program = replace(program, eval_program=_lower_body(body, plan, eval_cut, stored))
+    several = {fqn: {plan.stages[index].mesh for index in found} for fqn, found in holders.items() if len(found) > 1}
+    shared = {fqn: holders[fqn] for fqn, meshes in several.items() if len(meshes) == 1}
+    owned = {
+        fqn: {index: stored[plan.stages[index].mesh][fqn] for index in holders[fqn]}
+        for fqn, meshes in several.items()
+        if len(meshes) > 1
+    }
+    return replace(program, shared=shared, owned=owned)
+
+
+def _holders(stages: Sequence[StageGraph]) -> dict[str, tuple[int, ...]]:
+    """By FQN of a parameter, the stages that hold it, ascending."""
+    found: dict[str, set[int]] = {}
+    for stage in stages:
         for value in stage.graph.parameters:
             assert value.fqn is not None
-            holders.setdefault(value.fqn, set()).add(stage.index)
-    shared = {fqn: tuple(sorted(indices)) for fqn, indices in holders.items() if len(indices) > 1}
-    _check_shared(shared, plan)
-    return replace(program, shared=shared)
+            found.setdefault(value.fqn, set()).add(stage.index)
+    return {fqn: tuple(sorted(indices)) for fqn, indices in found.items()}
 
 
-def _lower_body(graph: IRGraph, plan: Plan, stages: tuple[StageGraph, ...]) -> PipelineProgram:
-    """The programs of the stages of training, or of evaluation."""
+Stored = dict[Mesh, dict[str, Layout]]
+"""By the mesh of a stage and FQN, how a tensor is held there."""
+
+
+def _stored_by_mesh(plan: Plan, holders: Mapping[str, tuple[int, ...]]) -> Stored:
+    """What the plan says of it: a layout is one on the mesh of the first stage that holds the tensor."""
+    meshes = dict.fromkeys(stage.mesh for stage in plan.stages)
+    return {
+        mesh: {
+            fqn: layout
+            for fqn, layout in plan.stored.items()
+            if fqn not in holders or plan.stages[holders[fqn][0]].mesh == mesh
+        }
+        for mesh in meshes
+    }
+
+
+def _lower_body(graph: IRGraph, plan: Plan, stages: tuple[StageGraph, ...], stored: Stored) -> PipelineProgram:
+    """The programs of the stages of training, or of evaluation. What they hold is added to ``stored``."""
     made: dict[str, Layout] = {}
     for stage in stages:
         check_strategies(stage.graph, replace(plan, mesh=plan.stages[stage.index].mesh))
@@ -62,15 +90,15 @@ def _lower_body(graph: IRGraph, plan: Plan, stages: tuple[StageGraph, ...]) -> P
             found = layouts(op.rule, plan.assignment(op.name), plan.stages[stage.index].mesh)[1]
             made.update({value.name: _whole_gradients(layout) for value, layout in zip(op.results, found, strict=True)})
     crossings = [_crossing(value, source, stage, made, plan) for stage in stages for value, source in stage.receives]
-    stored = dict(plan.stored)
     programs = []
     for stage in stages:
-        program = _lower_stage(stage, replace(plan, stored=stored), crossings)
+        own = stored[plan.stages[stage.index].mesh]
+        program = _lower_stage(stage, replace(plan, stored=own), crossings)
         programs.append(program)
         for declaration in program.declarations:
-            if declaration.value.fqn is not None and declaration.value in stage.graph.parameters:
-                stored.setdefault(declaration.value.fqn, declaration.layout)
-    return PipelineProgram(graph, plan, stages, tuple(programs), tuple(crossings), {})
+            if declaration.value.fqn is not None:
+                own.setdefault(declaration.value.fqn, declaration.layout)
+    return PipelineProgram(graph, plan, stages, tuple(programs), tuple(crossings))
 
 
 def check_stages(graph: IRGraph, plan: Plan) -> None:
@@ -180,14 +208,3 @@ def _check_updated_buffers(stages: Sequence[StageGraph]) -> None:
                     why="stages run several microbatches at a time, so that no stage would see the values in their order",
                     hint="begin the stages where all uses of the module are in one",
                 )
-
-
-def _check_shared(shared: dict[str, tuple[int, ...]], plan: Plan) -> None:
-    for fqn, indices in shared.items():
-        meshes = {plan.stages[index].mesh for index in indices}
-        if len(meshes) > 1:
-            raise PlanError(
-                f"parameter {fqn} is used in stages {', '.join(map(str, indices))}, whose meshes differ",
-                why=" and ".join(sorted(str(mesh) for mesh in meshes)),
-                hint="give these stages meshes of the same shape",
-            )

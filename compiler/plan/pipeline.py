@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Declaration, Program
+from shardwright.runtime.layout import Layout
 from shardwright.runtime.transfer import Holding
 
 
@@ -43,10 +44,11 @@ class Crossing:
 
 @dataclass(frozen=True)
 class PipelineProgram:
-    """``programs[k]`` is the program of ``stages[k]``; ``shared``: FQN to the stages that hold a parameter, if several do.
+    """``programs[k]`` is the program of ``stages[k]``; ``shared``: FQN to the stages that hold a parameter, if several do on
+    meshes of one shape. ``owned``: where the shapes differ, FQN to the layout in each stage; the first of them owns it.
 
     ``eval_program``: the same for evaluation, where the model runs other operators then. Its stages are on the ranks of the
-    training ones; ``shared`` speaks of both.
+    training ones; ``shared`` and ``owned`` speak of both.
     """
 
     graph: IRGraph
@@ -54,7 +56,8 @@ class PipelineProgram:
     stages: tuple[StageGraph, ...]
     programs: tuple[Program, ...]
     crossings: tuple[Crossing, ...]
-    shared: dict[str, tuple[int, ...]]
+    shared: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    owned: dict[str, dict[int, Layout]] = field(default_factory=dict)
     eval_program: PipelineProgram | None = None
 
     @property

@@ -64,7 +64,7 @@ def train_plan(
         holders = [result for result in results if name in result.spans]
         if declaration.kind == "parameter":
             expected = reference.gradients[name] if reference else None
-            pieces = [(h.spans[name], h.gradients.get(name)) for h in holders]
+            pieces = [(h.spans[name], h.gradients[name]) for h in holders if name in h.gradients]
             merged = whole(pieces, zeros if expected is None else expected)
             gradients[name] = None if all(piece is None for _, piece in pieces) else merged
             expected = reference.parameters[name] if reference else zeros
@@ -102,7 +102,8 @@ def _train_rank(
             held.outputs = results
             stepper.sync_shard_grad()
             found = gathered_gradients(stepper._reducer.buckets)
-            held.gradients = {n: None if (grad := found.get(n)) is None else grad.clone() for n, _ in module.named_parameters()}
+            trained = [declaration.name for declaration, _ in module.trained_parameters()]
+            held.gradients = {n: None if (grad := found.get(n)) is None else grad.clone() for n in trained}
         stepper.step()
     held.parameters = {name: p.detach().clone() for name, p in module.named_parameters()}
     held.buffers = {name: b.clone() for name, b in module.named_buffers()}

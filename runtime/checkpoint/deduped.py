@@ -98,6 +98,8 @@ def load_deduped_state_dict(
                 piece.holding.tensor.copy_(mine[piece.holding.name])
             if piece.communicator is not None and piece.holding.tensor.numel():
                 piece.holding.tensor.copy_(piece.communicator.broadcast(piece.holding.tensor.detach(), piece.source))
+    for part in holdings.compiled.values():
+        part.refresh_copies()
     if optimizer is not None and named is not None:
         load_named_state(optimizer, holdings, _share_state(world, holdings, pieces, named))
 
@@ -114,7 +116,7 @@ class _SharedPiece:
 
 def _share_out(world: World, holdings: Holdings, mine: Mapping[str, Tensor]) -> list[_SharedPiece]:
     """Find out who has what. The result is in one order on all ranks."""
-    by_key = {(h.name, _region_key(h.region)): h for h in holdings.tensors}
+    by_key = {(h.name, _region_key(h.region)): h for h in holdings.tensors if not h.is_copy}
     tables = world.all_gather_object([[name, region, name in mine] for name, region in by_key])
     holders: dict[tuple[str, str], list[int]] = {}
     sources: dict[tuple[str, str], int] = {}

@@ -21,7 +21,7 @@ class Holding:
     """One parameter or persistent buffer. ``names``: all names the state dict has for it, its first one first.
 
     ``shape``: of the whole tensor; ``region``: what of it ``tensor`` is. ``is_owned``: this rank is the first of those that
-    hold the piece, so it is the one to save it.
+    hold the piece, so it is the one to save it. ``is_copy``: other ranks train these elements and have the optimizer's state.
     """
 
     names: tuple[str, ...]
@@ -29,6 +29,7 @@ class Holding:
     shape: tuple[int, ...]
     region: Region
     is_owned: bool
+    is_copy: bool = False
 
     @property
     def name(self) -> str:
@@ -77,7 +78,8 @@ class Holdings:
                 part, declaration = declared[identity]
                 ranks, layout = part.ranks_of(declaration), declaration.layout
                 region, is_owned = Region.of(layout, ranks.mesh, ranks.coords), part.is_counted(declaration)
-                holdings.append(Holding(tuple(names[identity]), tensor, layout.shape, region, is_owned))
+                is_copy = part.is_copy(declaration)
+                holdings.append(Holding(tuple(names[identity]), tensor, layout.shape, region, is_owned, is_copy))
             else:
                 shape = tuple(tensor.shape)
                 is_owned = current_world().rank == 0

@@ -103,6 +103,7 @@ class _RankState:
         self.random: dict[str, Mapping[str, int]] = {}
         self.orders: list[list[str]] = []
         self._places: dict[str, tuple[tuple[int, ...], Region]] = {}
+        self._copies: set[str] = set()
         for key, extra in state.items():
             if is_plan(key, extra):
                 prefix = key.removesuffix(EXTRA_STATE)
@@ -117,9 +118,11 @@ class _RankState:
             mesh = Mesh(tuple((axis, size) for axis, size in axes))
             layout = Layout.parse(text)
             self._places[prefix + name] = layout.shape, Region.of(layout, mesh, mesh.coords(index))
+        self._copies |= {prefix + name for name in extra.get("copies", ())}
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        return ((name, value) for name, value in self.state.items() if isinstance(value, Tensor))
+        """Without copies of what other ranks hold, which may be cut in another way there."""
+        return ((name, x) for name, x in self.state.items() if isinstance(x, Tensor) and name not in self._copies)
 
     def others(self) -> dict[str, Any]:
         """Extra states of modules that were not compiled."""

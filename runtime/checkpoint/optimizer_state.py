@@ -117,7 +117,10 @@ def named_state(optimizer: Optimizer, holdings: Holdings) -> NamedState:
 def load_named_state(optimizer: Optimizer, holdings: Holdings, state: NamedState) -> None:
     """Give ``optimizer`` the state, in which tensors are this rank's pieces. They become the optimizer's own."""
     names = group_names(optimizer, holdings)
-    regrouped = state.regrouped(names)
+    copies = {holding.name for holding in holdings.tensors if holding.is_copy}
+    regrouped = NamedState(state.groups, {name: kept for name, kept in state.state.items() if name not in copies}).regrouped(
+        names
+    )
     optimizer.load_state_dict(regrouped.to_state_dict(name for group in names for name in group))
 
 

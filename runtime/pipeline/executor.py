@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -85,7 +85,8 @@ class Executor:
     """Runs one step of a rank. ``actions``: of this rank, without those that are left out; ``exchange``: for the same step;
     ``routes``: of each microbatch.
 
-    ``linked``: pairs of stages of this rank that hold a parameter in common.
+    ``linked``: pairs of stages of this rank that hold a parameter in common. ``open_stages``: those of this rank whose
+    gradients are not complete after their last backward.
     """
 
     def __init__(
@@ -95,13 +96,14 @@ class Executor:
         exchange: Exchange,
         routes: Sequence[Routes],
         linked: Sequence[tuple[int, int]] = (),
+        open_stages: Collection[int] = (),
     ) -> None:
         self.in_flight = InFlight(list(routes[0].segments))
         self._runner = runner
         self._actions = actions
         self._exchange = exchange
         self._routes = routes
-        self._last = _last_gradients(actions, linked)
+        self._last = _last_gradients(actions, linked, open_stages)
         self._held: dict[tuple[int, int], _Held] = {}
         self._split: dict[tuple[int, int], SplitBackward] = {}
 
@@ -200,7 +202,9 @@ class Executor:
             self._exchange.send(action, transfer, torch.zeros_like(x) if grad is None else grad)
 
 
-def _last_gradients(actions: Sequence[ScheduleAction], linked: Sequence[tuple[int, int]]) -> set[int]:
+def _last_gradients(
+    actions: Sequence[ScheduleAction], linked: Sequence[tuple[int, int]], open_stages: Collection[int]
+) -> set[int]:
     """The actions that complete the gradients of their stage, by position.
 
     The earlier one of two linked stages is not among them: the other one still adds to gradients of its own.
@@ -210,5 +214,5 @@ def _last_gradients(actions: Sequence[ScheduleAction], linked: Sequence[tuple[in
         for index, action in enumerate(actions)
         if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
     }
-    early = {min(pair, key=lambda stage: last.get(stage, -1)) for pair in linked}
+    early = {min(pair, key=lambda stage: last.get(stage, -1)) for pair in linked} | set(open_stages)
     return {index for stage, index in last.items() if stage not in early}

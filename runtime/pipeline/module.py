@@ -39,11 +39,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.runtime.checksum import checksum
 from shardwright.runtime.communicator import Communicator
@@ -66,6 +66,7 @@ from shardwright.runtime.manifest import Manifest
 from shardwright.runtime.messages import STAGES, Messages
 from shardwright.runtime.module import ParallelModule, generated_directory
 from shardwright.runtime.pipeline.body import Body, Sizes
+from shardwright.runtime.pipeline.copies import Copies
 from shardwright.runtime.pipeline.executor import Executor, InFlight, Leaves, Step
 from shardwright.runtime.pipeline.segment import Segment, Stage
 from shardwright.runtime.pipeline.transfers import Exchange
@@ -80,7 +81,8 @@ class PipelineModule(ParallelModule):
     Set by the generated class: ``stages``, ``segments`` (those of this rank, by stage), ``actions`` (of this rank, as text),
     ``num_microbatches``, ``schedule`` (its name), ``output_stages`` (by path of the result, the stage that makes it, and its
     shape and dtype; the first is the loss) and ``shared`` (parameters that several stages hold, with these stages; their
-    meshes and layouts are equal). ``inputs`` are the leaves of one sample.
+    meshes and layouts are equal) and ``owned`` (those of which the meshes differ, with the layout in each stage; see
+    :mod:`shardwright.runtime.pipeline.copies`). ``inputs`` are the leaves of one sample.
 
     Where the model runs other operators in evaluation, there are ``segments_eval``, ``output_stages_eval``, and methods
     ``stage<number>_eval`` and ``output_eval`` besides. Where sizes vary between samples, ``sizes`` names them, and the
@@ -100,6 +102,7 @@ class PipelineModule(ParallelModule):
     segments_eval: ClassVar[Mapping[int, Segment] | None] = None
     output_stages_eval: ClassVar[Mapping[str, tuple[int, tuple[int, ...] | None, torch.dtype]]] = {}
     sizes: ClassVar[tuple[str, ...]] = ()
+    owned: ClassVar[Mapping[str, Mapping[int, str]]] = {}
     end2end: ClassVar[bool] = True
 
     in_flight: InFlight
@@ -110,6 +113,8 @@ class PipelineModule(ParallelModule):
     _bodies: tuple[Body, ...]
     _body: Body
     _sizes: Sequence[Sizes]
+    _copies: Copies
+    _has_stale_copies: bool = False
     _messages: Messages
     _parsed: dict[str, dict[int, tuple[ScheduleAction, ...]]]
 
@@ -142,11 +147,15 @@ class PipelineModule(ParallelModule):
             if stage not in made:
                 made[stage] = RankMesh(stage.mesh, world, stage.ranks, self.mesh.size)
         self._stage_ranks = tuple(made[stage] for stage in self.stages)
+        self._copies = Copies(self.rank, self.owned, self.stages, self._stage_ranks)
 
     def _connect(self) -> None:
         """Learn what the peers of this rank do, and connect to them. Collective."""
         world = self.ranks.world
-        mine = {"actions": dict(self.actions), "receivers": sorted(set().union(*(body.receivers for body in self._bodies)))}
+        mine = {
+            "actions": dict(self.actions),
+            "receivers": sorted(self._copies.peers.union(*(body.receivers for body in self._bodies))),
+        }
         everyone = world.all_gather_object(mine)
         channels = []
         for sender, other in enumerate(everyone):
@@ -225,6 +234,9 @@ class PipelineModule(ParallelModule):
         reducer.clear()
         step = Step(leaves, dummies, loss_path, lambda loss: scaled(owner, loss, scale_fn), reducer)
         results = self._run("train", step)
+        if not all(dummies):
+            self._copies.bring_gradients_home(self.weights, self._messages, self._to_world)
+            self._has_stale_copies = bool(self._copies)
         reducer.sync()
         return results
 
@@ -235,14 +247,21 @@ class PipelineModule(ParallelModule):
         leaves = self._read(samples, "infer_step")
         return self._run("infer", Step(leaves, [True] * len(samples)))
 
+    def refresh_copies(self) -> None:
+        """See :meth:`CompiledModule.refresh_copies`."""
+        self._copies.fetch_values(self.weights, self._messages, self._to_world)
+        self._has_stale_copies = False
+
     def _run(self, mode: str, step: Step) -> list[Any]:
+        if self._has_stale_copies:  # trained by other means than an optimizer of build_optimizer
+            self.refresh_copies()
         actions = {
             rank: [action for action in listed if action.kind is ActionKind.FORWARD or not step.dummies[action.microbatch]]
             for rank, listed in self._parsed[mode].items()
         }
         routes = [self._body.routes(sizes) for sizes in self._sizes]
         exchange = Exchange(self.rank, routes, actions, self._messages, self._to_world, self.device)
-        executor = Executor(self, actions[self.rank], exchange, routes, self._linked())
+        executor = Executor(self, actions[self.rank], exchange, routes, self._linked(), self._open_stages())
         self.in_flight = executor.in_flight
         self._base_microbatch = self.rng.microbatch
         made = executor.run(step)
@@ -267,6 +286,10 @@ class PipelineModule(ParallelModule):
             own = [stage for stage in stages if stage in self.segments]
             pairs += list(itertools.combinations(own, 2))
         return pairs
+
+    def _open_stages(self) -> list[int]:
+        """The stages of this rank that get gradients from copies at the end of a step."""
+        return [stage for stage in self.segments if self._copies.awaits_gradients(self.stages[stage])]
 
     # Samples and results
 
@@ -353,6 +376,14 @@ class PipelineModule(ParallelModule):
         """See :meth:`CompiledModule.ranks_of`."""
         return self._stage_ranks[min(self.segments) if declaration.stage is None else declaration.stage]
 
+    def is_copy(self, declaration: Declaration) -> bool:
+        """See :meth:`CompiledModule.is_copy`."""
+        return self._copies.is_copy(declaration.name)
+
+    def trained_parameters(self) -> Iterator[tuple[Declaration, nn.Parameter]]:
+        """See :meth:`CompiledModule.trained_parameters`. Copies are trained where their owner is."""
+        return ((d, parameter) for d, parameter in super().trained_parameters() if not self.is_copy(d))
+
     def gradient_groups(self) -> dict[str, Communicator]:
         """See :meth:`CompiledModule.gradient_groups`."""
         wanted: dict[str, tuple[tuple[int, ...], str]] = {}
@@ -378,12 +409,17 @@ class PipelineModule(ParallelModule):
     def is_counted(self, declaration: Declaration) -> bool:
         """See :meth:`CompiledModule.is_counted`. Of stages that share a parameter, the first one counts it."""
         stages = self.shared.get(declaration.name)
+        if self.is_copy(declaration):
+            return False
         return counts_here(declaration.layout, self._stage_ranks[stages[0]] if stages else self.ranks_of(declaration))
 
     def get_extra_state(self) -> dict[str, Any]:
-        """See :meth:`ParallelModule.get_extra_state`; also the stages, with their meshes and ranks, and where tensors are."""
+        """See :meth:`ParallelModule.get_extra_state`; also the stages, with their meshes and ranks, and which tensors are
+        copies of what other stages own.
+        """
         stages = [[[list(axis) for axis in stage.mesh.axes], list(stage.ranks)] for stage in self.stages]
-        return {**super().get_extra_state(), "stages": stages}
+        copies = [name for declaration in self.declarations if self.is_copy(declaration) for name in declaration.names]
+        return {**super().get_extra_state(), "stages": stages, "copies": copies}
 
     def set_extra_state(self, state: Any) -> None:
         """See :meth:`ParallelModule.set_extra_state`."""

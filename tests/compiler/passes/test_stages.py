@@ -102,10 +102,11 @@ def test_more_stages_than_operators() -> None:
         lower_stages(few, Plan(Mesh.of({"pp": 3}), stages=stages))
 
 
-def test_tied_weights_need_meshes_of_one_shape() -> None:
+def test_tied_weights_on_unequal_meshes_belong_to_the_first_stage() -> None:
     graph = graph_of("gpt2")
-    with pytest.raises(PlanError, match="parameter transformer.wte.weight is used in stages 0, 1, whose meshes differ"):
-        lower_stages(graph, stages_at(graph, "transformer.h.1", meshes=({"tp": 2}, {})))
+    program = lower_stages(graph, stages_at(graph, "transformer.h.1", meshes=({"tp": 2}, {})))
+    assert program.shared == {} and list(program.owned) == ["transformer.wte.weight"]
+    assert list(program.owned["transformer.wte.weight"]) == [0, 1]
 
 
 def test_recompute_of_an_unknown_module() -> None:

@@ -1,0 +1,166 @@
+"""Parameters that stages with meshes of different shape use: the first stage owns them, the others hold copies."""
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from checkpoints import assert_same
+from parity import assert_close_tree
+from torch import Tensor, nn
+from unequal import unequal
+
+import shardwright
+from shardwright.compiler.verification.reference import adamw, reference_run
+from shardwright.compiler.verification.verify import compile_into, verify
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.loader import load_class
+from shardwright.runtime.optimizer import build_optimizer
+from shardwright.runtime.threads import run_ranks
+
+ONE: dict[str, int] = {}
+PIPELINES: dict[str, tuple[Any, ...]] = {
+    "tp=2 to one": ([{"tp": 2}, ONE], [0, 1], 4),
+    "one to tp=2": ([ONE, {"tp": 2}], [0, 1], 4),
+    "dp=2 to tp=3": ([{"dp": 2}, {"tp": 3}], [0, 1], 4),
+    "tp=2 to dp=2 x tp=2": ([{"tp": 2}, {"dp": 2, "tp": 2}], [0, 1], 3),
+    "a V of tp=2 and one": ([ONE, {"tp": 2}], [0, 1, 1, 0], 3, "zb_v"),
+    "three": ([{"tp": 2}, ONE, {"dp": 2}], [0, 1, 2], 5, "gpipe"),
+}
+
+
+def check(name: str, case: str, num_units: int, **settings: Any) -> None:
+    entry = zoo.get(name)
+    meshes = PIPELINES[case][0]
+    num_ranks = sum(torch.Size(mesh.values()).numel() for mesh in meshes)
+    config = {"plan_ngpus": num_ranks, "runtime_ngpus": num_ranks * num_units, "use_end2end": True, **settings}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = verify(entry.build(), entry.inputs(), unequal(*PIPELINES[case]), config)
+    assert report.ok, str(report)
+
+
+QUICK = ("tp=2 to one", "dp=2 to tp=3", "a V of tp=2 and one")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in PIPELINES])
+def test_tied_embeddings(case: str) -> None:
+    check("gpt2", case, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "num_units", "settings"),
+    [
+        ("t5", "tp=2 to one", 2, {}),
+        pytest.param("t5", "three", 1, {"use_async_reducer": True, "reducer_bucket_cap_mb": 1e-6}, marks=pytest.mark.slow),
+        ("gpt2", "dp=2 to tp=3", 2, {"use_async_reducer": True, "grad_reduction": "mean"}),
+        pytest.param("gpt2", "tp=2 to one", 2, {"use_zero": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_units_and_ways_to_reduce(name: str, case: str, num_units: int, settings: dict[str, Any]) -> None:
+    check(name, case, num_units, **settings)
+
+
+class Tied(nn.Module):
+    """An embedding that is the head, too. Nothing here is cast to float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(12, 6)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 6)) for _ in range(3))
+        self.head = nn.Linear(6, 12, bias=False)
+        self.head.weight = self.words.weight
+        self.double()
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.words(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        logits = self.head(x)
+        return F.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten()), logits
+
+
+SAMPLES = [{"tokens": (torch.arange(24).view(4, 6) * 5 + m) % 12} for m in range(4)]
+
+
+def compiled(folder: Path, case: str, num_ranks: int) -> Path:
+    config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=True)
+    return compile_into(folder, Tied(), SAMPLES[0], unequal(*PIPELINES[case]), config)
+
+
+def test_copies_follow_their_owner_under_any_optimizer(tmp_path: Path) -> None:
+    """At once after a step of ``build_optimizer``'s, before the next step of the module with others; they have no state."""
+
+    def on_rank(built: bool) -> tuple[list[Any], list[bool]]:
+        module = load_class(directory)()
+        optimizer = build_optimizer(module, adamw) if built else adamw(module.parameters())
+        embedding = module.words.weight
+        seen, has_state = [], []
+        for _ in range(2):
+            module.train_step(SAMPLES)
+            optimizer.step()
+            module.infer_step(SAMPLES)
+            seen.append(embedding.detach().clone())
+            has_state.append(embedding in optimizer.state)
+        return seen, has_state
+
+    directory = compiled(tmp_path, "one to tp=2", 3)
+    expected = [reference_run(Tied(), [SAMPLES], adamw, steps).parameters for steps in (1, 2)]
+    for built in (True, False):
+        (whole, owns), *copies = run_ranks(3, lambda _, built=built: on_rank(built))
+        assert owns == [True, True] and all(has_state == [False, False] for _, has_state in copies)
+        assert_close_tree(whole, [parameters["words.weight"] for parameters in expected])
+        for step in (0, 1):
+            rows = [seen[step] for seen, _ in copies]
+            assert torch.equal(torch.cat(rows) if rows[0].shape != whole[step].shape else rows[0], whole[step])
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    """Saved, deduped and merged, and loaded under the same plan and another one: training goes on as before."""
+
+    def train(module: Any, optimizer: Any, steps: int) -> dict[str, Any]:
+        for _ in range(steps):
+            module.train_step(SAMPLES)
+            optimizer.step()
+        return {name: x.clone() for name, x in module.state_dict().items() if isinstance(x, torch.Tensor)}
+
+    def save(rank: int) -> Any:
+        module = load_class(first)()
+        optimizer = build_optimizer(module, adamw)
+        train(module, optimizer, 2)
+        shardwright.save_checkpoint(tmp_path / "run", module, optimizer, step=2)
+        states = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
+        deduped = copy.deepcopy(shardwright.deduped_state_dict(module, optimizer))
+        went_on = train(module, optimizer, 2)
+        shardwright.load_deduped_state_dict(module, deduped[0], optimizer, deduped[1])
+        assert_same(train(module, optimizer, 2), went_on)
+        return states, deduped
+
+    def resume(rank: int, directory: Path, state: Any) -> Any:
+        module = load_class(directory)()
+        optimizer = build_optimizer(module, adamw)
+        if state is None:
+            assert shardwright.load_checkpoint(tmp_path / "run", module, optimizer).step == 2
+        else:
+            shardwright.load_merged_state_dicts(module, state[0], optimizer, state[1])
+        train(module, optimizer, 2)
+        return copy.deepcopy((module.state_dict(), optimizer.state_dict()))
+
+    first, second = compiled(tmp_path / "a", "tp=2 to one", 3), compiled(tmp_path / "b", "dp=2 to tp=3", 5)
+    saved = run_ranks(3, save)
+    reference = reference_run(Tied(), [SAMPLES], adamw, 4)
+    merged = [shardwright.merge_state_dicts([r[kind][0] for r in saved], [r[kind][1] for r in saved]) for kind in (0, 1)]
+    assert_same(merged[0][0], merged[1][0])
+    for number, entries in merged[0][1]["state"].items():
+        assert_same(entries, merged[1][1]["state"][number])
+    for directory, num_ranks in ((first, 3), (second, 5)):
+        for state in (None, merged[0]):
+            ranks = run_ranks(num_ranks, lambda rank, d=directory, s=state: resume(rank, d, s))
+            module, optimizer = shardwright.merge_state_dicts([r[0] for r in ranks], [r[1] for r in ranks])
+            assert_close_tree({n: module[n] for n in reference.parameters}, reference.parameters)
+            assert len(optimizer["state"]) == len(reference.parameters)

@@ -21,7 +21,7 @@ class GradientSum:
 
     ``num_elements``: of the largest piece that any rank holds of the tensor. Buckets are counted in it, so that all ranks
     make the same ones. ``layout``: of the whole tensor. ``is_counted``: this rank counts its piece where every distinct
-    element is counted once.
+    element is counted once. ``is_shared``: several pipeline stages hold the parameter.
     """
 
     name: str
@@ -30,6 +30,7 @@ class GradientSum:
     num_elements: int
     layout: Layout
     is_counted: bool = True
+    is_shared: bool = False
 
 
 class Bucket:

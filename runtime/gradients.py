@@ -64,9 +64,10 @@ class TrainedModel:
             for declaration, parameter in part.trained_parameters():
                 name, group = names[id(parameter)], groups[declaration.name]
                 is_counted = part.is_counted(declaration)
-                self._add(name, parameter, declaration.layout, part.ranks_of(declaration), group, is_counted)
+                is_shared = declaration.name in part.shared
+                self._add(name, parameter, declaration.layout, part.ranks_of(declaration), group, is_counted, is_shared)
                 self._compiled[name] = parameter
-                if declaration.name in part.shared:
+                if is_shared:
                     self._shared.append((name, parameter, group))
 
     def cut_parameters(self) -> Iterator[tuple[str, nn.Parameter, Layout]]:
@@ -133,11 +134,18 @@ class TrainedModel:
         return reducer
 
     def _add(
-        self, name: str, parameter: nn.Parameter, layout: Layout, ranks: RankMesh, group: Communicator, is_counted: bool
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        layout: Layout,
+        ranks: RankMesh,
+        group: Communicator,
+        is_counted: bool,
+        is_shared: bool = False,
     ) -> None:
         # The first pieces of a cut are the largest.
         largest = prod(layout.local_shape(ranks.mesh, dict.fromkeys(ranks.mesh.names, 0)))
-        self.sums.append(GradientSum(name, parameter, group, largest, layout, is_counted))
+        self.sums.append(GradientSum(name, parameter, group, largest, layout, is_counted, is_shared))
         if any(ranks.mesh.axis_size(axis) > 1 for axis in layout.cut_axes):
             self._cut.append((name, parameter, layout))
 

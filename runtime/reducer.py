@@ -180,10 +180,14 @@ class Reducer:
                 return
             bucket.start(self._before)
             self._next += 1
-            # One bucket may be under way while the next one fills.
-            index = self._next - 2 if self.asynchronous else self._next - 1
-            if self.frees_gradients and index >= 0:
-                self.buckets[index].end_round()
+            if self.frees_gradients:
+                # One bucket may be under way while the next one fills.
+                self._free(self._next - 2 if self.asynchronous else self._next - 1)
+
+    def _free(self, index: int) -> None:
+        # Other stages reduce what they share at another point of their programs, which may come after what this one does next.
+        if index >= 0 and not self.buckets[index].members[0].is_shared:
+            self.buckets[index].end_round()
 
     def _refuse_second_backward(self, bucket: Bucket, index: int) -> None:
         if bucket.started or index in bucket.arrived:

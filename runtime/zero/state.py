@@ -71,6 +71,12 @@ def _first_difference(names: list[str], there: list[Any] | None, here: list[Any]
     nothing = [None] * len(names)
     for name, saved, own in zip(names, there or nothing, here or nothing, strict=True):
         if saved != own:
-            texts = ["all of it" if found is None else "elements {} to {}".format(*found) for found in (saved, own)]
-            return f"of {name!r} it is for {texts[0]}, here it is {texts[1]}"
+            return f"of {name!r} it has {_range(saved)}, and this rank has {_range(own)}"
     raise AssertionError("there is no difference")
+
+
+def _range(found: list[int] | None) -> str:
+    if found is None:
+        return "all elements"
+    start, stop = found
+    return f"elements {start} to {stop}" if start < stop else "no element"

@@ -37,6 +37,17 @@ def collectives() -> dict[str, Any]:
         whole = torch.arange(24.0).view(4, 6) * (world.rank + 1)
         results["reduce_scatter"] = everyone.reduce_scatter(whole)
         results["reduce_scatter_uneven"] = everyone.reduce_scatter(whole, 1, sizes)
+        flat = torch.arange(6.0) * (world.rank + 1)
+        scattered, work = everyone.reduce_scatter_async(flat, sizes)
+        even, other = tp.reduce_scatter_async(flat.clone(), [3, 3])
+        other.wait()
+        work.wait()
+        results["reduce_scatter_async"], results["reduce_scatter_async_even"] = scattered, even
+        for name, chunks, group in (("uneven", sizes, everyone), ("even", [3, 3], tp)):
+            buffer = torch.full((6,), -1.0)
+            torch.split(buffer, chunks)[group.index].fill_(world.rank)
+            group.all_gather_async_(buffer, chunks).wait()
+            results[f"all_gather_async_{name}"] = buffer
         pieces = [torch.full((i + world.rank, 2), 10.0 * world.rank + i) for i in range(4)]
         results["all_to_all"] = everyone.all_to_all(pieces, [(world.rank + i, 2) for i in range(4)])
         results["broadcast"] = everyone.broadcast(x, 2)

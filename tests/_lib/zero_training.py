@@ -23,7 +23,7 @@ Factory = Callable[[Any], torch.optim.Optimizer]
 
 
 class Muonlike(torch.optim.Optimizer):
-    """An optimizer that needs whole tensors: momentum, and for matrices an update of orthogonal directions."""
+    """An optimizer that needs whole tensors: momentum, and for matrices an update of nearly orthogonal directions."""
 
     def __init__(self, params: Any, lr: float = 0.02, momentum: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
@@ -36,10 +36,10 @@ class Muonlike(torch.optim.Optimizer):
                     continue
                 state = self.state[p]
                 momentum = state.setdefault("momentum", torch.zeros_like(p)).mul_(group["momentum"]).add_(p.grad)
-                update = momentum / (1 + momentum.norm())
+                update = momentum / (1e-4 + momentum.norm())
                 if p.ndim == 2:
-                    left, _, right = torch.linalg.svd(momentum, full_matrices=False)
-                    update = left @ right
+                    for _ in range(3):  # Newton and Schulz; to the end it would amplify the rounding of small directions
+                        update = 1.5 * update - 0.5 * update @ update.T @ update
                 p.sub_(update, alpha=group["lr"])
 
 
@@ -50,7 +50,7 @@ OPTIMIZERS: dict[str, Factory] = {
     "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.05, eps=1e-4),
     "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, eps=1e-4, momentum=0.5),
     "muonlike": Muonlike,
-    "adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.05),
+    "adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.05, eps=(1e-4, 1e-3)),
 }
 
 
@@ -120,3 +120,10 @@ def check(
     results = run_ranks(num_ranks, lambda rank: train_rank(directory, factory, config, accumulate, steps))
     assert_equal_pieces(directory, train_reference(factory, num_units, accumulate, steps), results)
     return results
+
+
+def process_job(directory: str) -> dict[str, Any]:
+    """Four units in two groups, scattered and overlapped, with buckets of a few parameters."""
+    options = {"zero_ngroups": 2, "use_async_reducer": True, "reducer_bucket_cap_mb": 4e-4}
+    config = {"plan_ngpus": 1, "runtime_ngpus": 4, "use_zero": 2, **options}
+    return {name: train_rank(Path(directory), OPTIMIZERS[name], config) for name in ("adamw", "muonlike")}

@@ -43,6 +43,12 @@ def test_collectives():
         assert same(result["gather_uneven"], torch.cat([x[r][:, :1].expand(2, n) for r, n in enumerate([2, 0, 1, 3])], 1))
         assert same(result["reduce_scatter"], whole[rank : rank + 1])
         assert same(result["reduce_scatter_uneven"], whole[:, slice(*columns[rank])])
+        flat, (start, stop) = torch.arange(6.0), columns[rank]
+        assert same(result["reduce_scatter_async"], 10 * flat[start:stop])
+        low = rank % 2 * 3
+        assert same(result["reduce_scatter_async_even"], (rank // 2 * 4 + 3) * flat[low : low + 3])
+        assert same(result["all_gather_async_uneven"], torch.tensor([0.0, 0, 2, 3, 3, 3]))
+        assert same(result["all_gather_async_even"], torch.tensor([0.0] * 3 + [1.0] * 3) + rank // 2 * 2)
         assert same(result["all_to_all"], [torch.full((rank + i, 2), 10.0 * i + rank) for i in range(4)])
         assert same(result["broadcast"], x[2]) and same(result["bfloat16"], sum(x).bfloat16())
         assert same(result["bool"], torch.tensor([True, False, True, False]))
@@ -55,8 +61,12 @@ def test_collectives():
         "forward    all_to_all      world      1        12     48\n"
         "forward    reduce_scatter  world      2        48    192\n"
         "forward    send            world      1         6     24\n"
+        "gradients  all_gather      tp         1         6     24\n"
+        "gradients  all_gather      world      1         6     24\n"
         "gradients  all_reduce      tp         1         6     24\n"
         "gradients  all_reduce      world      1         6     24\n"
+        "gradients  reduce_scatter  tp         1         6     24\n"
+        "gradients  reduce_scatter  world      1         6     24\n"
         "setup      all_gather      world      2        36     64\n"
         "setup      broadcast       world      3        36     61"
     )

@@ -18,6 +18,7 @@ from shardwright.compiler.ir.serialize import digest
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.locks import directory_lock
 from shardwright.compiler.module_source import ModuleSource, in_dtype
+from shardwright.compiler.passes.fold import fold_constants
 from shardwright.compiler.pipeline import CompileReport, FunctionPass, PassManager
 from shardwright.compiler.trace import trace
 from shardwright.compiler.weights import Tensors, initial_values
@@ -67,6 +68,8 @@ def generate(order: Order) -> Generated:
     module = order.source.make()
     with in_dtype(module, order.module_dtype):
         graph = manager.run(FunctionPass("trace", order.trace), module)
+    if order.config.constant_folding:
+        graph = manager.run(FunctionPass("fold", fold_constants), graph)
     weights, constants = initial_values(graph, module)
     tensors = {WEIGHTS_FILE: weights, CONSTANTS_FILE: constants}
     request = Request(digest(graph), order.config, order.policy.name, __version__)

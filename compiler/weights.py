@@ -74,7 +74,9 @@ def initial_values(graph: IRGraph, module: nn.Module) -> tuple[Tensors, Tensors]
     for value in (*graph.parameters, *graph.buffers):
         assert value.fqn is not None
         (weights if value.persistent else constants)[value.fqn] = TensorSource(own[value.fqn], value.dtype)
-    constants |= {value.name: TensorSource(tensor, value.dtype) for value, tensor in graph.constants}
+    for body in (graph, graph.eval_graph):
+        if body is not None:
+            constants |= {value.name: TensorSource(tensor, value.dtype) for value, tensor in body.constants}
     return _real(weights), _real(constants)
 
 

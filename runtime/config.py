@@ -73,7 +73,7 @@ class ComputeConfig:
     where equal names mean equal sizes, or just ``{"input_ids": [0, 1]}``. ``outputs``: ``"all"`` of them whole on every
     rank, the ``"loss"`` alone (the first result, or the one called ``loss``), or per output path one of ``"whole"``,
     ``"sharded"``, ``"drop"``; paths not named are whole. ``constant_folding`` computes while compiling what depends on
-    no input.
+    neither inputs nor weights, as far as it takes at most 1 MiB each.
 
     **Randomness.** ``rng="fast"`` draws where the data is; ``"plan_independent"`` draws the same dropout masks under
     every plan. ``seed`` starts the generators.
@@ -284,16 +284,6 @@ def _check_available(config: ComputeConfig) -> None:
             why="this version has no support for splitting parameters over the units",
             hint="use_zero=2 splits gradients and optimizer state",
         )
-    missing = {
-        "constant_folding": "computing parts of a model while compiling",
-    }
-    for name, feature in missing.items():
-        if getattr(config, name):
-            raise ConfigError(
-                f"{name}={getattr(config, name)!r} is not available yet",
-                why=f"this version has no support for {feature}",
-                hint=f"leave out {name}",
-            )
 
 
 def _check_order(order: str | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,12 @@ class Tree:
         if self.kind == "leaf":
             return [("", self.value)]
         return [(f"{key}.{path}".rstrip("."), value) for key, child in self.children for path, value in child.leaves()]
+
+    def map(self, function: Callable[[Arg], Arg]) -> Tree:
+        """The structure with ``function`` applied to the value of every leaf."""
+        if self.kind == "leaf":
+            return replace(self, value=function(self.value))
+        return replace(self, children=tuple((key, child.map(function)) for key, child in self.children))
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,7 +161,7 @@ def _with_own_names(train: IRGraph, eval_: IRGraph) -> IRGraph:
         ),
         constants=tuple((new(value), tensor) for value, tensor in eval_.constants),
         buffer_updates=tuple((before, new(after)) for before, after in eval_.buffer_updates),
-        output=_map_tree(eval_.output, new),
+        output=eval_.output.map(new),
     )
 
 
@@ -170,9 +170,3 @@ def _unused(name: str, taken: set[str]) -> str:
         name += "_"
     taken.add(name)
     return name
-
-
-def _map_tree(tree: Tree, function: Any) -> Tree:
-    if tree.kind == "leaf":
-        return replace(tree, value=function(tree.value))
-    return replace(tree, children=tuple((key, _map_tree(child, function)) for key, child in tree.children))

@@ -36,9 +36,7 @@ PIPELINES: list[dict[str, Any]] = [
 def compiled(folder: Path, model: nn.Module, dummy: Mapping[str, Any], sizes: Mapping[str, Any], **settings: Any) -> Any:
     options = dict(sizes)
     policy, plan_ngpus, runtime_ngpus = (options.pop(name) for name in ("policy", "plan_ngpus", "runtime_ngpus"))
-    config = ComputeConfig(
-        plan_ngpus=plan_ngpus, runtime_ngpus=runtime_ngpus, use_end2end=True, pas_config=options, **settings
-    )
+    config = ComputeConfig(plan_ngpus=plan_ngpus, runtime_ngpus=runtime_ngpus, use_end2end=True, pas_config=options, **settings)
     with float64_casts():
         return compile_into(folder, model, dummy, policy, config), config
 

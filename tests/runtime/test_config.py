@@ -96,12 +96,6 @@ REFUSALS = {
         "  why:   this version has no support for splitting parameters over the units\n"
         "  try:   use_zero=2 splits gradients and optimizer state",
     ),
-    "constant folding is not there yet": (
-        {"constant_folding": True},
-        "constant_folding=True is not available yet\n"
-        "  why:   this version has no support for computing parts of a model while compiling\n"
-        "  try:   leave out constant_folding",
-    ),
     "an unknown option of the distributed optimizer": (
         {"distributed_optimizer": {"bucket_cap": 1}},
         "distributed_optimizer has no option 'bucket_cap'\n  try:   did you mean 'bucket_cap_mb'?",

@@ -297,7 +297,7 @@ def test_no_grad_regions_stop_gradients(tmp_path: Path) -> None:
 
 
 class TwoBodies(nn.Module):
-    """Another computation in evaluation, with the same parameters and statistics that training updates."""
+    """Another computation in evaluation, with a constant of its own; parameters and statistics are shared."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,7 +309,7 @@ class TwoBodies(nn.Module):
             with torch.no_grad():
                 self.mean.lerp_(x.mean(0), 0.1)
             return {"loss": self.down(F.relu(self.up(x))).square().mean() * scale}
-        y = self.down(torch.tanh(self.up(x - self.mean)))
+        y = self.down(torch.tanh(self.up(x - self.mean))) * torch.tensor([1.0, 2.0, 3.0, 1.0, 2.0, 3.0])
         return {"loss": y.abs().mean(), "y": y}
 
 

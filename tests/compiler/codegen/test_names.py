@@ -209,5 +209,10 @@ class F(nn.Module):
 def test_a_class_called_like_what_generated_code_reads(tmp_path: Path) -> None:
     compiled, _ = plans.check_policy(F().double(), X, "tp", 2, tmp_path)
     assert "class FModule(ParallelModule):" in compiled.files["gencode0.py"]
-    for name, expected in {"narrow": "narrowModule", "Cut": "CutModule", "embedding": "embeddingModule", "linear": "linear"}.items():
+    for name, expected in {
+        "narrow": "narrowModule",
+        "Cut": "CutModule",
+        "embedding": "embeddingModule",
+        "linear": "linear",
+    }.items():
         assert class_name(name) == expected

@@ -12,16 +12,17 @@ DYNAMIC = {path: {0: "batch", 1: "seq"} for path in ("input_ids", "labels")}
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "llama-padded", "gpt2-cache"])
 def test_dynamic_batch_and_sequence(name: str) -> None:
+    """Equal but for the last digits: with sizes unknown, attention gets its causal mask as a tensor, and takes another kernel."""
     entry = zoo.get(name)
     inputs = entry.inputs()
     dims = DYNAMIC | ({"attention_mask": DYNAMIC["labels"]} if "attention_mask" in inputs else {})
     with float64_casts():
         model = entry.build()
-        graph = traced(model, inputs, dynamic_dims=dims)
+        graph = traced(model, inputs, exact=False, dynamic_dims=dims)
         assert {str(symbol) for value in graph.inputs for size in value.shape for symbol in size.free_symbols} == {
             "batch",
             "seq",
         }
         assert graph.conditions == ()
-        same_as_eager(graph, model, entry.inputs(batch=3, seq=11))
-        same_as_eager(graph, model, entry.inputs(batch=1, seq=5))
+        same_as_eager(graph, model, entry.inputs(batch=3, seq=11), exact=False)
+        same_as_eager(graph, model, entry.inputs(batch=1, seq=5), exact=False)

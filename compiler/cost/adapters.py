@@ -94,35 +94,42 @@ def reduction_s(
     num_units: int = 1,
     unit_size: int | None = None,
     bucket_bytes: float = DEFAULT_BUCKET_BYTES,
+    collective: str = "all_reduce",
+    elsewhere: Sequence[Sequence[int]] = (),
 ) -> float:
     """Seconds of summing the gradient of one parameter over the axes on which its layout is G, and over the units.
 
     Its share of full buckets: what all parameters take is the sum, up to the latency of the last bucket. ``ranks``: the unit
-    ranks the mesh lies on; unit ``u`` begins at global rank ``u * unit_size`` (default: the size of the mesh).
+    ranks the mesh lies on; unit ``u`` begins at global rank ``u * unit_size`` (default: the size of the mesh). ZeRO has other
+    collectives: ``reduce_scatter`` of gradients, ``all_gather`` of updated parameters. ``elsewhere``: the unit ranks of other
+    stages that hold the parameter too, on a mesh like this one.
     """
     num_bytes = local_bytes(layout, dtype, mesh)
     axes = tuple(axis for axis in mesh.names if axis in layout.grad_partial and mesh.axis_size(axis) > 1)
-    if (num_units == 1 and not axes) or num_bytes == 0:
+    if (num_units == 1 and not axes and not elsewhere) or num_bytes == 0:
         return 0.0
     unit = mesh.size if unit_size is None else unit_size
-    return num_bytes * _per_byte(axes, mesh, tuple(ranks), num_units, unit, bucket_bytes, hardware)
+    stages = (tuple(ranks), *map(tuple, elsewhere))
+    return num_bytes * _per_byte(axes, mesh, stages, num_units, unit, bucket_bytes, collective, hardware)
 
 
 @functools.lru_cache(maxsize=4096)
 def _per_byte(
     axes: tuple[str, ...],
     mesh: Mesh,
-    ranks: tuple[int, ...],
+    stages: tuple[tuple[int, ...], ...],
     num_units: int,
     unit_size: int,
     bucket_bytes: float,
+    collective: str,
     hardware: Hardware,
 ) -> float:
     """Seconds per byte of gradient: moving it into a bucket, and its share of the all-reduce of a full one."""
     groups = [
-        tuple(unit * unit_size + ranks[index] for unit in range(num_units) for index in group) for group in mesh.groups(axes)
+        tuple(unit * unit_size + ranks[index] for unit in range(num_units) for ranks in stages for index in group)
+        for group in mesh.groups(axes)
     ]
-    return groups_collective_s(hardware, "all_reduce", bucket_bytes, groups) / bucket_bytes + 2 / hardware.device.bytes_per_s
+    return groups_collective_s(hardware, collective, bucket_bytes, groups) / bucket_bytes + 2 / hardware.device.bytes_per_s
 
 
 class _Seconds:

@@ -2,7 +2,8 @@
 
 Storages live while something holds them:
 
-- **variables** of the generated code, until the method ends in which they are bound: ``forward``, or the one of a repeated block;
+- **variables** of the generated code, until the method ends in which they are bound: ``forward``, or that of a repeated
+  block;
 - **autograd**, from the forward of an operator to its backward, for what it saves (each storage once, views share);
 - **gradients** on their way, from the operator that makes them to the one that uses them. They come in the reverse order of the
   forward, as the engine takes the latest node that is ready. A second gradient of a value is added in place where nothing else

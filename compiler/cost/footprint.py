@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ops.render import call_source
 from shardwright.compiler.plan.program import Adapt, Instruction
-from shardwright.runtime.layout import Coords, Mesh
+from shardwright.runtime.layout import Mesh
 from shardwright.runtime.ops.random import RngMode
 
 
@@ -74,11 +75,17 @@ class Backward:
     peak: int
 
 
-class Footprints:
-    """The footprints of instructions on the rank at ``coords`` of ``mesh``."""
+@lru_cache(maxsize=64)
+def footprints_of(mesh: Mesh, rng: RngMode = "fast") -> Footprints:
+    """Those of the rank at index 0 of every axis, once in this process."""
+    return Footprints(mesh, rng)
 
-    def __init__(self, mesh: Mesh, coords: Coords | None = None, rng: RngMode = "fast") -> None:
-        self.rank = FakeRank(mesh, coords, rng)
+
+class Footprints:
+    """The footprints of instructions on the rank at index 0 of every axis of ``mesh``."""
+
+    def __init__(self, mesh: Mesh, rng: RngMode = "fast") -> None:
+        self.rank = FakeRank(mesh, rng=rng)
         self._forwards: dict[object, Forward] = {}
         self._backwards: dict[object, Backward] = {}
 
@@ -147,7 +154,7 @@ class Footprints:
         with torch.enable_grad():
             results = self._call(instruction, operands)
         wanted = [i for i, x in enumerate(operands) if x.requires_grad]
-        gradients = [None if form is None else self.rank.tensor(form.shape, form.dtype, strides=form.strides) for form in incoming]
+        gradients = [None if f is None else self.rank.tensor(f.shape, f.dtype, strides=f.strides) for f in incoming]
         sent = [(y, g) for y, g in zip(results, gradients, strict=True) if g is not None and y.requires_grad]
         outputs, grad_outputs = [y for y, _ in sent], [g for _, g in sent]
         del results, sent

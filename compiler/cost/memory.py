@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwright.compiler.cost.body_memory import BodyMemory
-from shardwright.compiler.cost.footprint import Footprints, TensorForm
+from shardwright.compiler.cost.footprint import Footprints, TensorForm, footprints_of
 from shardwright.compiler.cost.ledger import Ledger, Moment
 from shardwright.compiler.cost.local import local_bytes, local_shape
 from shardwright.compiler.ir.value import IRValue, ValueKind
@@ -103,6 +103,10 @@ class RankMemory:
         """Buffers and constants of the model, its inputs, and messages."""
         return sum(self.by_category.get(key, 0) for key in ("buffer", "input", "communication"))
 
+    def at(self, rank: int) -> RankMemory:
+        """The same of another rank."""
+        return replace(self, rank=rank)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "rank": self.rank,
@@ -146,7 +150,7 @@ def pipeline_memory(
         own = program.stages_of(ranks[0])
         memory = _position_memory(program, config, optimizer, own, schedule.actions[position])
         for rank in ranks:
-            found[rank] = RankMemory(rank, memory.by_category, memory.moment, memory.assumed)
+            found[rank] = memory.at(rank)
     return tuple(found[rank] for rank in sorted(found))
 
 
@@ -159,13 +163,12 @@ class _Books:
     def __init__(self, mesh: Mesh, config: ComputeConfig, optimizer: OptimizerMemory, trains: bool) -> None:
         self.mesh, self.config, self.optimizer, self.trains = mesh, config, optimizer, trains
         self.ledger = Ledger()
-        self.footprints = Footprints(mesh, rng="plan_independent" if config.rng == "plan_independent" else "fast")
+        self.footprints = footprints_of(mesh, "plan_independent" if config.rng == "plan_independent" else "fast")
         self.layouts: dict[str, Layout] = {}
         self.accumulates = False  # gradients are there from an earlier microbatch
+        self.shared: set[str] = set()  # parameters that other stages hold too
 
-    def place(
-        self, declarations: Iterable[Declaration], inputs: Mapping[str, TensorForm]
-    ) -> dict[str, tuple[TensorForm, int]]:
+    def place(self, declarations: Iterable[Declaration], inputs: Mapping[str, TensorForm]) -> dict[str, tuple[TensorForm, int]]:
         """Put parameters, buffers, constants and inputs into the books, and what training adds to parameters."""
         sources = {}
         for declaration in declarations:
@@ -175,17 +178,17 @@ class _Books:
             sources[value.name] = form, self.ledger.hold(self.ledger.new(form.num_bytes, category))
             if self.trains and value.kind is ValueKind.PARAMETER and value.requires_grad:
                 self.layouts[value.name] = declaration.layout
-                self._add_state(form, declaration.layout)
+                self._add_state(value.name, form)
         for name, form in inputs.items():
             sources[name] = form, self.ledger.hold(self.ledger.new(form.num_bytes, "input"))
         self.ledger.restart()
         return sources
 
-    def _add_state(self, form: TensorForm, layout: Layout) -> None:
+    def _add_state(self, name: str, form: TensorForm) -> None:
         elements = math.prod(form.shape)
-        state = round(elements / self._num_shards(layout) * self.optimizer.kept_bytes)
+        state = round(elements / self._num_shards(self.layouts[name]) * self.optimizer.kept_bytes)
         self.ledger.hold(self.ledger.new(state, "optimizer"))
-        if self._is_bucketed(layout) and self.config.use_zero != 2:
+        if self.is_bucketed(name) and self.config.use_zero != 2:
             gradient = elements * self.optimizer.gradient_bytes(form.dtype.itemsize) + form.dtype.itemsize  # and a flag
             self.ledger.hold(self.ledger.new(round(gradient), "gradient"))
 
@@ -193,8 +196,9 @@ class _Books:
         """The ranks among which a gradient is summed."""
         return self.config.num_units * math.prod(self.mesh.axis_size(a) for a in layout.grad_partial if a in self.mesh.names)
 
-    def _is_bucketed(self, layout: Layout) -> bool:
-        return self._num_copies(layout) > 1
+    def is_bucketed(self, name: str) -> bool:
+        """Whether the gradient of a parameter is summed over ranks, in a bucket."""
+        return self._num_copies(self.layouts[name]) > 1 or name in self.shared
 
     def _num_shards(self, layout: Layout) -> int:
         """Into how many parts ZeRO splits the optimizer state of a parameter."""
@@ -205,8 +209,8 @@ class _Books:
 
     def arrive(self, name: str, form: TensorForm, storage: int) -> None:
         """The gradient of a source is complete: it moves into its bucket, or becomes the parameter's own."""
-        ledger, layout = self.ledger, self.layouts.get(name)
-        if layout is None or self.accumulates or (self._is_bucketed(layout) and self.config.use_zero != 2):
+        ledger = self.ledger
+        if name not in self.layouts or self.accumulates or (self.is_bucketed(name) and self.config.use_zero != 2):
             ledger.release(storage)
             return
         num_bytes = round(math.prod(form.shape) * self.optimizer.gradient_bytes(form.dtype.itemsize))
@@ -293,10 +297,13 @@ def _position_memory(
     books = _Books(mesh, config, optimizer, True)
     books.accumulates = True
     num_inputs = program.plan.num_microbatches
-    sources = books.place(program.declarations_of(own), {})
-    for layout, (form, _) in ((books.layouts[name], sources[name]) for name in books.layouts):
-        if not books._is_bucketed(layout):
-            books.ledger.hold(books.ledger.new(form.num_bytes, "gradient"))
+    declarations = program.declarations_of(own)
+    stages_of = {fqn: {program.plan.stages[index].ranks for index in found} for fqn, found in program.shared.items()}
+    books.shared = {d.value.name for d in declarations if len(stages_of.get(d.value.fqn or "", ())) > 1}
+    sources = books.place(declarations, {})
+    for name in books.layouts:
+        if not books.is_bucketed(name):
+            books.ledger.hold(books.ledger.new(sources[name][0].num_bytes, "gradient"))
     whole = sum(local_bytes(Layout.whole(v.shape), v.dtype, mesh) for v in program.graph.inputs)
     books.ledger.hold(books.ledger.new(whole * num_inputs, "input"))
     assumed: set[str] = set()
@@ -304,7 +311,7 @@ def _position_memory(
     base = books.ledger.snapshot()
     peak = _schedule_peak(base, stages, actions)
     books.ledger.restart()
-    books.step(program.declarations_of(own))
+    books.step(declarations)
     step = books.ledger.peak
     return _rank_memory(0, max(peak, step, key=lambda moment: moment.num_bytes), assumed)
 

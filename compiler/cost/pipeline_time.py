@@ -1,0 +1,137 @@
+"""The time of a pipeline: the real actions of its schedule, with the times of its stages and of the messages between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardwright.compiler.cost.body_time import BodyTime, body_time
+from shardwright.compiler.cost.collectives import collective_s
+from shardwright.compiler.cost.hardware import Hardware
+from shardwright.compiler.cost.memory import OptimizerMemory, RankMemory
+from shardwright.compiler.cost.operators import OperatorTimes
+from shardwright.compiler.cost.plan_cost import Activity, PlanCost, RankCost
+from shardwright.compiler.cost.reduction import Reduction
+from shardwright.compiler.plan.pipeline import Crossing, PipelineProgram
+from shardwright.compiler.schedule.planned import dataflow_of, planned_schedule
+from shardwright.compiler.schedule.simulate import StageTimes, simulate
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.transfer import pieces
+
+
+def pipeline_cost(
+    program: PipelineProgram,
+    config: ComputeConfig,
+    hardware: Hardware,
+    optimizer: OptimizerMemory,
+    times: OperatorTimes | None,
+    memory: tuple[RankMemory, ...],
+) -> PlanCost:
+    """The cost of one step of all microbatches.
+
+    After its last action each rank reduces its gradients and updates its parameters; with ``use_async_reducer`` the reduction
+    of a stage begins with the end of that stage's last backward.
+    """
+    plan = program.plan
+    schedule = planned_schedule(plan)
+    bodies = [
+        body_time(stage_program, hardware, stage.ranks, times)
+        for stage_program, stage in zip(program.programs, plan.stages, strict=True)
+    ]
+    transfers = transfer_seconds(program, hardware)
+    line = simulate(schedule, [stage_times(body) for body in bodies], transfers, dataflow_of(program, schedule.num_stages))
+    positions: dict[tuple[int, ...], int] = {}
+    for stage in plan.stages:
+        positions.setdefault(stage.ranks, len(positions))
+    activities, costs, ends = [], {}, {}
+    for ranks, position in positions.items():
+        spans = line.spans[position]
+        activities += [Activity(ranks[0], str(span.action), span.start_s, span.end_s) for span in spans]
+        own = program.stages_of(ranks[0])
+        shared = holders_elsewhere(program, ranks)
+        mesh = plan.stages[own[0]].mesh
+        reduction = Reduction.of(program.declarations_of(own), mesh, config, hardware, optimizer, ranks, shared)
+        begin = spans[-1].end_s if spans else 0.0
+        reduced = begin + reduction.total_s
+        if config.use_async_reducer and len(own) > 1:
+            reduced = _reduced_beside(program, own, {str(s.action): s.end_s for s in spans}, spans[-1].end_s, reduction)
+        end = reduced + reduction.optimizer_s
+        if reduced > begin:
+            activities.append(Activity(ranks[0], "reduce gradients", begin, reduced))
+        activities.append(Activity(ranks[0], "optimizer step", reduced, end))
+        compute_s = plan.num_microbatches * sum(bodies[index].compute_s for index in own) + reduction.optimizer_s
+        comm: dict[str, float] = {}
+        for index in own:
+            for name, seconds in bodies[index].comm_s.items():
+                comm[name] = comm.get(name, 0.0) + plan.num_microbatches * seconds
+        if reduction.total_s:
+            comm[reduction.name] = reduction.total_s
+        ends[ranks] = end
+        costs[ranks] = compute_s, comm
+    step_s = max(ends.values())
+    found = {
+        rank: RankCost(rank, compute_s, comm, max(0.0, step_s - compute_s - sum(comm.values())))
+        for ranks, (compute_s, comm) in costs.items()
+        for rank in ranks
+    }
+    return PlanCost(
+        hardware.name, step_s, tuple(found[rank] for rank in sorted(found)), memory, tuple(activities), line.bubble_ratio
+    )
+
+
+def holders_elsewhere(program: PipelineProgram, ranks: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """By FQN, the ranks of other stages that hold a parameter of the stages on ``ranks``."""
+    found = {}
+    for fqn, holders in program.shared.items():
+        on = dict.fromkeys(program.plan.stages[index].ranks for index in holders)
+        if ranks in on and len(on) > 1:
+            found[fqn] = tuple(other for other in on if other != ranks)
+    return found
+
+
+def stage_times(body: BodyTime) -> StageTimes:
+    """One microbatch. A region is computed again when the gradients of the inputs are."""
+    return StageTimes(body.forward_s, body.backward_s - body.weight_s, body.weight_s)
+
+
+def transfer_seconds(program: PipelineProgram, hardware: Hardware) -> dict[tuple[int, int], float]:
+    """By (sending stage, receiving stage): from when a stage is done until the slowest rank of the other one has everything."""
+    found: dict[tuple[int, int], float] = {}
+    for crossing in program.crossings:
+        for pair, reverse in (((crossing.source, crossing.target), False), ((crossing.target, crossing.source), True)):
+            if not reverse or crossing.value.requires_grad:
+                found[pair] = found.get(pair, 0.0) + _crossing_s(crossing, hardware, reverse=reverse)
+    return found
+
+
+def _crossing_s(crossing: Crossing, hardware: Hardware, *, reverse: bool) -> float:
+    source, target = (crossing.received, crossing.sent) if reverse else (crossing.sent, crossing.received)
+    received: dict[int, float] = {}
+    for (sender, receiver), boxes in pieces(source, target).items():
+        if sender == receiver:
+            continue
+        elements = 0
+        for _, box in boxes:
+            volume = 1
+            for start, stop in box:
+                volume *= stop - start
+            elements += volume
+        seconds = collective_s(hardware, "send", elements * crossing.value.dtype.itemsize, (sender, receiver))
+        received[receiver] = received.get(receiver, 0.0) + seconds
+    return max(received.values(), default=0.0)
+
+
+def _reduced_beside(
+    program: PipelineProgram, own: tuple[int, ...], ends: Mapping[str, float], last: float, reduction: Reduction
+) -> float:
+    """When the gradients of all stages of a rank are summed, if each stage's begin as soon as they are complete."""
+    complete = {
+        stage: max((end for name, end in ends.items() if name.startswith((f"{stage}B", f"{stage}W"))), default=last)
+        for stage in own
+    }
+    free = 0.0
+    done: set[str] = set()
+    for stage in sorted(own, key=lambda index: complete[index]):
+        names = {d.value.name for d in program.programs[stage].declarations} - done
+        done |= names
+        free = max(free, complete[stage]) + sum(reduction.seconds.get(name, 0.0) for name in names)
+    return max(free, last)

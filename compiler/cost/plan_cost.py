@@ -1,0 +1,141 @@
+"""What a plan costs: seconds of a step and bytes of every rank, as data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwright.compiler.cost.memory import RankMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What a unit rank does from ``start_s`` to ``end_s``: an action of the schedule (``0F3``), or a part of the step."""
+
+    rank: int
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankCost:
+    """The seconds of one unit rank in a step. ``comm_s``: by what communicates, ``"tp all_reduce"``; ``idle_s``: waiting for
+    other ranks, or for communication that other work did not hide.
+    """
+
+    rank: int
+    compute_s: float
+    comm_s: Mapping[str, float]
+    idle_s: float = 0.0
+
+    @property
+    def communication_s(self) -> float:
+        return sum(self.comm_s.values())
+
+
+@dataclass(frozen=True)
+class PlanCost:
+    """``step_s``: seconds of one step. ``ranks``, ``memory``: of every unit rank. ``timeline``: of one rank of each stage.
+
+    ``bubble``: the share of the ranks' time in which a pipeline's schedule lets them wait.
+    """
+
+    hardware: str
+    step_s: float
+    ranks: tuple[RankCost, ...]
+    memory: tuple[RankMemory, ...]
+    timeline: tuple[Activity, ...] = ()
+    bubble: float = 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the rank with most."""
+        return max((memory.peak_bytes for memory in self.memory), default=0)
+
+    @property
+    def compute_s(self) -> float:
+        """Of the rank that computes longest."""
+        return max((rank.compute_s for rank in self.ranks), default=0.0)
+
+    @property
+    def communication_s(self) -> float:
+        """Of the rank that communicates longest."""
+        return max((rank.communication_s for rank in self.ranks), default=0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "hardware": self.hardware,
+            "step_s": self.step_s,
+            "bubble": self.bubble,
+            "ranks": [
+                {"rank": r.rank, "compute_s": r.compute_s, "comm_s": dict(r.comm_s), "idle_s": r.idle_s} for r in self.ranks
+            ],
+            "memory": [memory.to_json() for memory in self.memory],
+            "timeline": [[a.rank, a.name, a.start_s, a.end_s] for a in self.timeline],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> PlanCost:
+        """The reverse of :meth:`to_json`."""
+        return cls(
+            data["hardware"],
+            data["step_s"],
+            tuple(RankCost(r["rank"], r["compute_s"], dict(r["comm_s"]), r["idle_s"]) for r in data["ranks"]),
+            tuple(map(RankMemory.from_json, data["memory"])),
+            tuple(Activity(*item) for item in data["timeline"]),
+            data["bubble"],
+        )
+
+    def dumps(self) -> str:
+        return json.dumps(self.to_json(), indent=1)
+
+    def __str__(self) -> str:
+        """A few lines: the step, and each kind of rank."""
+        lines = [f"step {_seconds(self.step_s)} on {self.hardware}, peak memory {_bytes(self.peak_bytes)}"]
+        if self.bubble:
+            lines[0] += f", bubble {self.bubble:.1%}"
+        seen: dict[tuple[Any, ...], list[int]] = {}
+        memory = {item.rank: item for item in self.memory}
+        for cost in self.ranks:
+            key = (cost.compute_s, tuple(cost.comm_s.items()), cost.idle_s, str(memory[cost.rank].by_category))
+            seen.setdefault(key, []).append(cost.rank)
+        by_rank = {cost.rank: cost for cost in self.ranks}
+        for ranks in seen.values():
+            cost, held = by_rank[ranks[0]], memory[ranks[0]]
+            words = [f"compute {_seconds(cost.compute_s)}"]
+            words += [f"{name} {_seconds(seconds)}" for name, seconds in cost.comm_s.items() if seconds]
+            words += [f"idle {_seconds(cost.idle_s)}"] if cost.idle_s else []
+            title = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_spans(ranks)}"
+            lines.append(f"  {title}: {', '.join(words)}")
+            parts = ", ".join(f"{key} {_bytes(value)}" for key, value in held.by_category.items())
+            lines.append(f"    {_bytes(held.peak_bytes)} at {held.moment or 'the start'}: {parts}")
+        return "\n".join(lines)
+
+
+def _seconds(seconds: float) -> str:
+    """Three digits and a unit."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
+
+
+def _bytes(num_bytes: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def _spans(ranks: list[int]) -> str:
+    """``0-3, 6``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

@@ -1,0 +1,172 @@
+"""The reduction of gradients and the optimizer's pass: how long, and beside what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwright.compiler.cost.adapters import DEFAULT_BUCKET_BYTES, reduction_s
+from shardwright.compiler.cost.body_time import BodyTime
+from shardwright.compiler.cost.hardware import Hardware
+from shardwright.compiler.cost.local import local_bytes
+from shardwright.compiler.cost.memory import OptimizerMemory
+from shardwright.compiler.cost.operators import optimizer_s
+from shardwright.compiler.ir.value import ValueKind
+from shardwright.compiler.plan.blocks import reads
+from shardwright.compiler.plan.program import Adapt, Declaration, Program
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.layout import Mesh
+
+UNITS, STAGES = "units", "stages"
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """``seconds``: of the gradient of each trained parameter by value name, with the gathering of what ZeRO updated elsewhere.
+    ``num_bytes``, ``axes``: of its gradient, and what it is summed over.
+    """
+
+    seconds: Mapping[str, float]
+    num_bytes: Mapping[str, int]
+    axes: Mapping[str, tuple[str, ...]]
+    optimizer_s: float
+    bucket_bytes: float
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def name(self) -> str:
+        """``"dp+units all_reduce"``: everything that gradients are summed over."""
+        axes = {axis for name, over in self.axes.items() if self.seconds[name] for axis in over}
+        return f"{'+'.join(sorted(axes, key=lambda axis: (axis == UNITS, axis)))} gradients"
+
+    @classmethod
+    def of(
+        cls,
+        declarations: Iterable[Declaration],
+        mesh: Mesh,
+        config: ComputeConfig,
+        hardware: Hardware,
+        optimizer: OptimizerMemory,
+        ranks: tuple[int, ...] | None = None,
+        shared: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
+    ) -> Reduction:
+        """``ranks``: the unit ranks the mesh lies on (default: all of the unit). ``shared``: by FQN of a parameter that other
+        stages hold too, their ranks.
+        """
+        on = tuple(range(mesh.size)) if ranks is None else ranks
+        cap = config.reducer_bucket_cap_mb
+        bucket_bytes = DEFAULT_BUCKET_BYTES if cap is None else cap * 2**20
+        seconds: dict[str, float] = {}
+        sizes: dict[str, int] = {}
+        axes: dict[str, tuple[str, ...]] = {}
+        step_s = 0.0
+        for declaration in declarations:
+            value, layout = declaration.value, declaration.layout
+            if value.kind is not ValueKind.PARAMETER or not value.requires_grad or config.inference_only:
+                continue
+            sizes[value.name] = local_bytes(layout, value.dtype, mesh)
+            elsewhere = (shared or {}).get(value.fqn or "", ())
+            axes[value.name] = (*layout.grad_partial, *((STAGES,) if elsewhere else ()))
+            axes[value.name] += (UNITS,) if config.num_units > 1 else ()
+            seconds[value.name] = sum(
+                reduction_s(
+                    layout, value.dtype, mesh, on, hardware, num_units=config.num_units, unit_size=config.plan_ngpus,
+                    bucket_bytes=bucket_bytes, collective=collective, elsewhere=elsewhere,
+                )
+                for collective in _collectives(config)
+            )  # fmt: skip
+            step_s += update_s(declaration, mesh, config, hardware, optimizer)
+        return cls(seconds, sizes, axes, step_s, bucket_bytes)
+
+
+def update_s(
+    declaration: Declaration, mesh: Mesh, config: ComputeConfig, hardware: Hardware, optimizer: OptimizerMemory
+) -> float:
+    """Seconds of the optimizer's pass over one parameter, or over this rank's share of it with ZeRO."""
+    value, layout = declaration.value, declaration.layout
+    elements = local_bytes(layout, value.dtype, mesh) / value.dtype.itemsize
+    if config.use_zero:
+        copies = config.num_units
+        for axis in layout.grad_partial:
+            copies *= mesh.axis_size(axis)
+        elements /= max(1, copies // config.zero_ngroups)
+    return optimizer_s(elements, value.dtype.itemsize, optimizer.kept_bytes, hardware)
+
+
+def _collectives(config: ComputeConfig) -> tuple[str, ...]:
+    if not config.use_zero:
+        return ("all_reduce",)
+    scatters = config.zero_use_reduce_scatter or config.use_zero == 2
+    return ("reduce_scatter" if scatters else "all_reduce", "all_gather")
+
+
+def overlapped(program: Program, body: BodyTime, reduction: Reduction, hardware: Hardware) -> list[tuple[str, float, float]]:
+    """Backward and reductions side by side: ``(name, start, end)``, the backward first.
+
+    One stream computes, adapters included; the other sums buckets in order, each as soon as its gradients are there. What uses
+    the axes of a reduction under way waits for it, and the other way round: one message at a time on a link.
+    """
+    first_reader = _first_readers(program)
+    buckets = _buckets(program, reduction)
+    complete = {name: first_reader.get(name, len(body.instructions)) for names in buckets for name in names}
+    waiting = list(buckets)
+    start = now = body.forward_s
+    again = body.recomputed_s / max(1, len(body.instructions))
+    free = now
+    spans: list[tuple[str, float, float]] = []
+    under_way: list[tuple[set[str], float]] = []
+
+    def begin(ready: float) -> None:
+        nonlocal free
+        names = waiting.pop(0)
+        begins = max(ready, free)
+        seconds = sum(reduction.seconds[name] for name in names)
+        free = begins + seconds
+        if seconds:
+            spans.append((f"reduce bucket {len(buckets) - len(waiting) - 1}", begins, free))
+            under_way.append(({axis for name in names for axis in reduction.axes[name]}, free))
+
+    for index in range(len(body.instructions) - 1, -1, -1):
+        instruction, time = body.instructions[index]
+        if isinstance(instruction, Adapt) and time.backward_s:
+            now = max([now, *(end for axes, end in under_way if instruction.step.axis in axes)])
+        now += time.backward_s + again
+        while waiting and all(complete[name] >= index for name in waiting[0]):
+            begin(now)
+    backward_end = now
+    while waiting:
+        begin(now)
+    return [("backward", start, backward_end), *spans]
+
+
+def _first_readers(program: Program) -> dict[str, int]:
+    """By source, the first instruction that needs it: its gradient is complete when the backward of that one is done."""
+    first: dict[str, int] = {}
+    source: dict[str, str] = {}
+    for index, instruction in enumerate(program.body):
+        for value in reads(instruction):
+            first.setdefault(source.get(value.name, value.name), index)
+        if isinstance(instruction, Adapt):
+            source[instruction.result.name] = source.get(instruction.value.name, instruction.value.name)
+    return first
+
+
+def _buckets(program: Program, reduction: Reduction) -> list[list[str]]:
+    """As the reducer packs them: from the last parameter on, by what they are summed over and their dtype."""
+    packed: list[list[str]] = []
+    filling: dict[tuple[object, ...], tuple[list[str], float]] = {}
+    for declaration in reversed(program.declarations):
+        name = declaration.value.name
+        if not reduction.seconds.get(name):
+            continue
+        key = (reduction.axes[name], declaration.value.dtype)
+        members, filled = filling.get(key, ([], 0.0))
+        if not members or filled + reduction.num_bytes[name] > reduction.bucket_bytes:
+            members, filled = [], 0.0
+            packed.append(members)
+        members.append(name)
+        filling[key] = (members, filled + reduction.num_bytes[name])
+    return packed

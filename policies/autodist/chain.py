@@ -9,12 +9,13 @@ Where layers may have to be computed again, they are the blocks (:func:`layer_bl
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
-from shardwright.compiler.plan.blocks import container_of
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.passes.stages import from_nothing
+from shardwright.compiler.plan.blocks import container_of
 from shardwright.policies.partition import cut_traffic
 
 MAX_BLOCKS = 192
@@ -73,7 +74,7 @@ def _block_times(places: Sequence[int], times: Sequence[float]) -> list[float]:
     sums = [0.0]
     for time in times:
         sums.append(sums[-1] + time)
-    return [sums[stop] - sums[start] for start, stop in zip(edges, edges[1:], strict=False)]
+    return [sums[stop] - sums[start] for start, stop in itertools.pairwise(edges)]
 
 
 def _joined(places: list[int], traffic: Sequence[float], times: Sequence[float]) -> list[int]:

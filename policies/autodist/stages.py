@@ -22,11 +22,12 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+Array = NDArray[Any]
 
 FRONTIER_STEPS = 4096
 """Into how many steps the bytes that recompute can save are divided, rounded down, once a frontier has that many points."""
@@ -166,56 +167,58 @@ class _Menu:
         return np.where(np.isfinite(self.time_s), self.held_bytes + count * (self.activation_bytes - saved), np.inf)
 
     def _frontier(self, start: int, stop: int) -> _Frontier:
-        frontiers = self._frontiers.setdefault(start, [_Frontier()])
+        frontiers = self._frontiers.setdefault(start, [_Frontier.empty()])
         while len(frontiers) <= stop - start:
             frontiers.append(frontiers[-1].with_block(self.blocks[start + len(frontiers) - 1]))
         return frontiers[stop - start]
 
 
 class _Frontier:
-    """The Pareto points of computing some of the blocks again: bytes saved against seconds, both ascending."""
+    """The Pareto points of computing some of the blocks again: bytes saved against seconds, both ascending.
 
-    def __init__(self, saved: Array | None = None, cost: Array | None = None, before: _Frontier | None = None) -> None:
-        self.saved = np.zeros(1) if saved is None else saved
-        self.cost = np.zeros(1) if cost is None else cost
-        self._before = before
-        self._block = (0.0, 0.0)
+    ``origin``: the point of ``before``, the frontier of one block less, that a point comes from; ``taken``: whether with the
+    last block computed again.
+    """
+
+    def __init__(self, saved: Array, cost: Array, origin: Array, taken: Array, before: _Frontier | None) -> None:
+        self.saved, self.cost = saved, cost
+        self._origin, self._taken, self._before = origin, taken, before
+
+    @classmethod
+    def empty(cls) -> _Frontier:
+        """Of no blocks: nothing saved, nothing spent."""
+        return cls(np.zeros(1), np.zeros(1), np.zeros(1), np.zeros(1), None)
 
     def with_block(self, block: Block) -> _Frontier:
         """With one more block to choose or leave."""
-        item = (_saved_bytes(block), block.forward_s)
-        saved = np.concatenate([self.saved, self.saved + item[0]])
-        cost = np.concatenate([self.cost, self.cost + item[1]])
+        item, points = _saved_bytes(block), len(self.saved)
+        if item <= 0:
+            return _Frontier(self.saved, self.cost, np.arange(points), np.zeros(points), self)
+        saved = np.concatenate([self.saved, self.saved + item])
+        cost = np.concatenate([self.cost, self.cost + block.forward_s])
         if len(saved) > FRONTIER_STEPS:
             step = saved.max() / FRONTIER_STEPS
             saved = np.floor(saved / step) * step
         order = np.lexsort((-saved, cost))
-        saved, cost = saved[order], cost[order]
-        kept = np.concatenate([[True], saved[1:] > np.maximum.accumulate(saved)[:-1]])
-        frontier = _Frontier(saved[kept], cost[kept], self)
-        frontier._block = item
-        return frontier
+        best = np.maximum.accumulate(saved[order])
+        kept = order[np.concatenate([[True], saved[order][1:] > best[:-1]])]
+        return _Frontier(saved[kept], cost[kept], kept % points, kept >= points, self)
 
     def cost_of(self, needed: float) -> float:
         """The least seconds that save so many bytes; infinite if nothing does."""
-        index = int(np.searchsorted(self.saved, needed * (1 - 1e-12)))
+        index = self._point(needed)
         return float(self.cost[index]) if index < len(self.cost) else float("inf")
 
     def chosen(self, needed: float) -> list[int]:
         """The blocks, by number, of the cheapest choice that saves so many bytes."""
-        index = int(np.searchsorted(self.saved, needed * (1 - 1e-12)))
-        saved, cost = float(self.saved[index]), float(self.cost[index])
-        found, frontier, number = [], self, self._depth() - 1
+        index, frontier, taken = self._point(needed), self, []
         while frontier._before is not None:
-            before = frontier._before
-            if before.cost_of(saved) > cost * (1 + 1e-12):
-                found.append(number)
-                saved, cost = saved - frontier._block[0], cost - frontier._block[1]
-            frontier, number = before, number - 1
-        return found[::-1]
+            taken.append(bool(frontier._taken[index]))
+            index, frontier = int(frontier._origin[index]), frontier._before
+        return [number for number, again in enumerate(reversed(taken)) if again]
 
-    def _depth(self) -> int:
-        return 0 if self._before is None else 1 + self._before._depth()
+    def _point(self, needed: float) -> int:
+        return int(np.searchsorted(self.saved, needed * (1 - 1e-12)))
 
 
 def _saved_bytes(block: Block) -> float:

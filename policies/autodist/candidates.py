@@ -1,0 +1,136 @@
+"""What the search tries: meshes of a stage, numbers of stages, schedules; and the plan that each of them makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shardwright.compiler.plan.plan import Plan, StagePlan
+from shardwright.compiler.schedule.generate import SCHEDULES, generate
+from shardwright.runtime.errors import PlanError
+from shardwright.runtime.layout import Atom, Layout, Mesh
+
+AXIS_NAMES = ("x", "y", "z")
+"""What the axes are called until it is known what they split."""
+
+
+def meshes(size: int, max_axes: int = 2) -> list[Mesh]:
+    """Every way to write ``size`` ranks as at most ``max_axes`` axes of two and more, major to minor, fewest axes first."""
+    found = [sizes for count in range(1, max_axes + 1) for sizes in _factorizations(size, count)]
+    return [Mesh(tuple(zip(AXIS_NAMES, sizes, strict=False))) for sizes in found or [()]]
+
+
+def _factorizations(size: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Ordered products of ``count`` factors above 1."""
+    if count == 1:
+        if size > 1:
+            yield (size,)
+        return
+    for first in range(2, size // 2 + 1):
+        if size % first == 0:
+            yield from ((first, *rest) for rest in _factorizations(size // first, count - 1))
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """A schedule by name with the stages that each position runs."""
+
+    schedule: str
+    chunks: int
+
+
+def paces(num_positions: int, num_microbatches: int, schedules: Sequence[str], chunks: int | None, most: int) -> list[Pace]:
+    """The schedules that work with these numbers. ``chunks``: only that many; ``most``: stages that the model can have."""
+    found = []
+    for name in schedules:
+        method = SCHEDULES[name]
+        upper = method.max_chunks or max(method.min_chunks, 4)
+        for count in range(method.min_chunks, upper + 1):
+            if (chunks is not None and count != chunks) or num_positions * count > most:
+                continue
+            try:
+                method.check(num_positions, num_microbatches, count)
+            except PlanError:
+                continue  # the number of microbatches is given, and some schedules need another
+            found.append(Pace(name, count))
+    return found
+
+
+def staged(whole: Plan, starts: Sequence[str], num_positions: int, pace: Pace, num_microbatches: int) -> Plan:
+    """A plan of the whole model on the mesh of a stage, dealt out over pipeline positions on a ``pp`` axis, outermost.
+
+    ``starts``: the first operators of stages 1, 2, ...
+    """
+    schedule = generate(pace.schedule, num_positions, num_microbatches, pace.chunks)
+    inner = whole.mesh
+    ranks = [tuple(range(position * inner.size, (position + 1) * inner.size)) for position in range(num_positions)]
+    stages = tuple(StagePlan(first, inner, ranks[schedule.placement[index]]) for index, first in enumerate(["", *starts]))
+    return replace(
+        whole,
+        mesh=Mesh((("pp", num_positions), *inner.axes)),
+        stages=stages,
+        schedule=pace.schedule,
+        num_microbatches=num_microbatches,
+    )
+
+
+ROLES: Sequence[tuple[str, frozenset[str]]] = (
+    ("dp", frozenset({"batch"})),
+    ("sp", frozenset({"seq", "kv_seq"})),
+    ("ep", frozenset({"experts"})),
+    ("tp", frozenset({"heads", "kv_heads", "ffn", "vocab", "head_dim", "hidden"})),
+)
+"""What an axis is called by the dims that most of its splits cut."""
+
+
+def named(plan: Plan, dims: Mapping[str, Mapping[str, str]]) -> Plan:
+    """The plan with its axes called after what they split: ``dp``, ``sp``, ``ep``, or ``tp`` for anything else of the model.
+
+    ``dims``: operator and axis to the name of the dim that is split there.
+    """
+    counts = {axis: dict.fromkeys([role for role, _ in ROLES], 0) for axis in plan.mesh.names}
+    for by_axis in dims.values():
+        for axis, dim in by_axis.items():
+            role = next((role for role, members in ROLES if dim.rstrip("0123456789_") in members), "tp")
+            counts[axis][role] += 1
+    names: dict[str, str] = {}
+    for axis in plan.mesh.names:
+        role = max(counts[axis], key=lambda role: counts[axis][role])
+        if not any(counts[axis].values()):
+            role = "tp"
+        taken = sum(1 for name in names.values() if name.rstrip("0123456789") == role)
+        names[axis] = role if not taken else f"{role}{taken + 1}"
+    return renamed(plan, names)
+
+
+def renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
+    """The plan with other names for its axes; ``names`` may leave some as they are."""
+
+    def layout(item: Layout) -> Layout:
+        dims = tuple(tuple(Atom(atom.segments, tuple(new(a) for a in atom.axes)) for atom in dim) for dim in item.dims)
+        return Layout(dims, tuple(sorted(map(new, item.partial))), tuple(sorted(map(new, item.grad_partial))))
+
+    def new(axis: str) -> str:
+        return names.get(axis, axis)
+
+    def mesh(item: Mesh) -> Mesh:
+        return Mesh(tuple((new(axis), size) for axis, size in item.axes))
+
+    def by_axis(item: Mapping[str, str]) -> dict[str, str]:
+        return {new(axis): value for axis, value in item.items()}
+
+    return replace(
+        plan,
+        mesh=mesh(plan.mesh),
+        strategies={op: by_axis(assignment) for op, assignment in plan.strategies.items()},
+        stored={fqn: layout(item) for fqn, item in plan.stored.items()},
+        inputs={name: layout(item) for name, item in plan.inputs.items()},
+        outputs={path: layout(item) if isinstance(item, Layout) else item for path, item in plan.outputs.items()},
+        stages=tuple(replace(stage, mesh=mesh(stage.mesh)) for stage in plan.stages),
+        dims={op: by_axis(found) for op, found in plan.dims.items()},
+        notes=tuple(replace(note, axis=new(note.axis)) for note in plan.notes),
+    )

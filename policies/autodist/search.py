@@ -1,0 +1,401 @@
+"""The outer search: meshes, pipeline stages, schedules, and what is computed again.
+
+    for every number of pipeline positions, and every mesh of the ranks of one position:
+        place the whole model on that mesh                                    (placement.py: every operator, exact or bounded)
+        for every schedule: cut the chain of blocks into stages               (stages.py: exact under its model)
+    lower the most promising plans and audit them: adapters, messages and actions that are really emitted
+    the best that fits the memory is the answer
+
+Costs that decide are audited ones. What the search covers exactly and what it restricts is in the certificate: stages have
+equal meshes, consecutive ranks, and the placement that is best for the whole model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+
+from shardwright.compiler.cost.audit import audit
+from shardwright.compiler.cost.body_time import body_time
+from shardwright.compiler.cost.hardware import Hardware
+from shardwright.compiler.cost.memory import ADAM, OptimizerMemory
+from shardwright.compiler.cost.operators import OperatorTimes
+from shardwright.compiler.cost.plan_cost import PlanCost
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.passes.lower import lower
+from shardwright.compiler.passes.lower_stages import lower_stages
+from shardwright.compiler.passes.recompute import mark_recompute
+from shardwright.compiler.passes.stages import stage_of_ops
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.program import Program
+from shardwright.compiler.schedule.generate import generate
+from shardwright.compiler.schedule.memory import peak_in_flight
+from shardwright.compiler.schedule.simulate import StageTimes, simulate
+from shardwright.policies.autodist.blocks import Setting, block_costs, operator_times
+from shardwright.policies.autodist.candidates import Pace, divisors, paces, staged
+from shardwright.policies.autodist.chain import block_starts, layer_blocks
+from shardwright.policies.autodist.stages import Block, InFlight, NoFit, Split, split_stages
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import PlanError
+from shardwright.runtime.layout import Mesh
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The best placement of the whole model on one mesh. ``bound_s``: no placement on it takes less per microbatch."""
+
+    plan: Plan
+    bound_s: float
+    exact: bool
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be placed: the whole model on a mesh over the first ranks of the unit.
+
+    ``memory_bytes``: what all of it may take on a rank, with ``in_flight`` microbatches' activations; those of ``recompute``
+    are computed again.
+    """
+
+    mesh: Mesh
+    num_microbatches: int
+    memory_bytes: float | None = None
+    in_flight: int = 1
+    recompute: tuple[str, ...] = ()
+
+
+Placer = Callable[[Wish], Placed]
+"""Raises :class:`PlanError` if nothing is allowed, or nothing fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What is searched. ``None`` leaves a choice to the search.
+
+    ``num_positions``: pipeline positions; 1 is no pipeline. ``meshes``: of the ranks of one position, by their number.
+    ``recompute``: module paths computed again, whatever the memory; ``None``: layers, as few as memory asks for.
+    """
+
+    meshes: Mapping[int, Sequence[Mesh]]
+    num_microbatches: int
+    num_positions: int | None = None
+    schedules: Sequence[str] = ("1f1b",)
+    chunks: int | None = None
+    stage_starts: Sequence[str] | None = None
+    recompute: Sequence[str] | None = None
+    memory_bytes: float = float("inf")
+    audits: int = 6
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan and what it costs. ``predicted_s``: by the model of stages; ``cost``: audited."""
+
+    title: str
+    plan: Plan
+    predicted_s: float
+    bound_s: float
+    cost: PlanCost | None = None
+    needed_bytes: float | None = None
+
+    @property
+    def step_s(self) -> float:
+        return self.predicted_s if self.cost is None else self.cost.step_s
+
+
+@dataclass
+class Found:
+    """What a search has found so far. ``audited``: candidates that were lowered, best first; ``others``: predicted only;
+    ``refused``: what was tried and why it is no candidate.
+    """
+
+    audited: list[Candidate] = field(default_factory=list)
+    others: list[Candidate] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    interrupted: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def best(self) -> Candidate | None:
+        return self.audited[0] if self.audited else None
+
+    @property
+    def bound_s(self) -> float:
+        """No plan of the space takes less, as far as placements have been bounded."""
+        return min((c.bound_s for c in (*self.audited, *self.others)), default=float("inf"))
+
+
+class Search:
+    """One search. ``found`` is valid at any time, so an interrupted search still has an answer."""
+
+    def __init__(
+        self,
+        graph: PlannableGraph,
+        config: ComputeConfig,
+        hardware: Hardware,
+        space: Space,
+        place: Placer,
+        *,
+        optimizer: OptimizerMemory = ADAM,
+        times: OperatorTimes | None = None,
+        time_limit_s: float = float("inf"),
+    ) -> None:
+        self.graph, self.config, self.space, self.place = graph, config, space, place
+        self.hardware, self.optimizer, self.times = hardware, optimizer, times
+        self.time_limit_s = time_limit_s
+        self.found = Found()
+        self._starts_at: dict[int, list[int]] = {}
+
+    def run(self) -> Found:
+        """Search until done, out of time, or interrupted from the keyboard."""
+        began = time.monotonic()
+        try:
+            for num_positions, mesh in self._meshes():
+                if time.monotonic() - began > self.time_limit_s and self.found.others:
+                    self.found.interrupted = f"the time limit of {self.time_limit_s:.0f} s"
+                    break
+                self._try_mesh(num_positions, mesh)
+            self._audit_best()
+        except KeyboardInterrupt:
+            if not self.found.others and not self.found.audited:
+                raise
+            self.found.interrupted = "Ctrl-C"
+            self._audit_best(most=1)
+        self.found.seconds = time.monotonic() - began
+        return self.found
+
+    # -------------------------------------------------------------------------------------------- candidates
+
+    def _meshes(self) -> Iterable[tuple[int, Mesh]]:
+        """Numbers of positions and the meshes of one; without a pipeline first."""
+        numbers = [self.space.num_positions] if self.space.num_positions else divisors(self.config.plan_ngpus)
+        for number in numbers:
+            if number == 1 or (self.config.use_end2end and number <= len(self.graph.ops)):
+                for mesh in self.space.meshes.get(self.config.plan_ngpus // number, ()):
+                    yield number, mesh
+
+    def _try_mesh(self, num_positions: int, mesh: Mesh) -> None:
+        """All schedules on one mesh: placed for speed alone first, and for the memory too if that does not fit, or only with
+        layers computed again.
+        """
+        sizes = [f"pp={num_positions}"] * (num_positions > 1) + [str(mesh)] * (mesh.size > 1)
+        title = " x ".join(sizes) or "one rank"
+        seen: list[Plan] = []
+        for wish in self._wishes(num_positions, mesh):
+            try:
+                placed = self.place(wish)
+            except PlanError as error:
+                self.found.refused[title] = f"{error.what}: {error.why}" if error.why else error.what
+                continue
+            if any(placed.plan.strategies == plan.strategies and placed.plan.stored == plan.stored for plan in seen):
+                continue
+            seen.append(placed.plan)
+            setting = Setting(self.hardware, self.config, tuple(range(mesh.size)), self.optimizer, self.times)
+            program = lower(self.graph, placed.plan)
+            tried = [
+                self._try_pace(title, placed, program, setting, num_positions, pace) for pace in self._paces(num_positions)
+            ]
+            if any(candidate is not None and not candidate.plan.recompute for candidate in tried):
+                return
+
+    def _wishes(self, num_positions: int, mesh: Mesh) -> Iterable[Wish]:
+        """What to ask of the placement, one after the other."""
+        space = self.space
+        given = tuple(space.recompute or ())
+        yield Wish(mesh, space.num_microbatches, recompute=given)
+        if space.memory_bytes < float("inf"):
+            # The first of the positions has as many microbatches in flight as there are positions, and a share of the model.
+            memory, in_flight = space.memory_bytes * num_positions, min(num_positions, space.num_microbatches)
+            yield Wish(mesh, space.num_microbatches, memory, in_flight, given)
+            if space.recompute is None:
+                layers = layer_blocks(self.graph)[1]
+                every = _shortened(tuple(layers.values()), layers)
+                if every:
+                    yield Wish(mesh, space.num_microbatches, memory, in_flight, every)
+
+    def _paces(self, num_positions: int) -> Sequence[Pace]:
+        if num_positions == 1:
+            return (Pace("", 1),)
+        space = self.space
+        return paces(num_positions, space.num_microbatches, space.schedules, space.chunks, most=len(self.graph.ops))
+
+    def _try_pace(
+        self, title: str, placed: Placed, program: Program, setting: Setting, num_positions: int, pace: Pace
+    ) -> Candidate | None:
+        """The best stages for a schedule, if any fit."""
+        if pace.schedule:
+            title = f"{title}, {pace.schedule}" + (f" x{pace.chunks}" if pace.chunks > 1 else "")
+        chains = self._chains(program, setting, num_positions * pace.chunks)
+        best: Candidate | None = None
+        needed = float("inf")
+        for starts, layers in chains:
+            blocks = self._blocks(program, starts, layers, setting)
+            split = self._split(blocks, num_positions, pace, placed.plan.mesh.size, self.space.memory_bytes)
+            if isinstance(split, NoFit):
+                needed = min(needed, split.needed_bytes)
+                continue
+            candidate = self._candidate(title, placed, split, starts, layers, blocks, num_positions, pace)
+            if best is None or candidate.predicted_s < best.predicted_s:
+                best = candidate
+        if best is None:
+            self.found.refused[title] = _too_large(needed * pace.chunks, self.space.memory_bytes)
+        else:
+            self.found.refused.pop(title, None)
+            self.found.others.append(best)
+        return best
+
+    def _chains(self, program: Program, setting: Setting, num_stages: int) -> Sequence[tuple[list[int], Mapping[int, str]]]:
+        """The ways to see the model as blocks: finely, where nothing is computed again, and by layers, which may be."""
+        if self.space.stage_starts is not None:
+            position = {op.name: index for index, op in enumerate(self.graph.ops)}
+            return [([0, *(position[name] for name in self.space.stage_starts)], {})]
+        by_layer, layers = layer_blocks(self.graph)
+        found: list[tuple[list[int], Mapping[int, str]]] = []
+        if self.space.recompute is None or not self.space.recompute:
+            times = operator_times(program, setting)
+            found.append((block_starts(self.graph, [times[op.name] for op in self.graph.ops], num_stages), {}))
+        if layers and len(by_layer) >= num_stages:
+            found.append((by_layer, layers))
+        return found
+
+    def _blocks(self, program: Program, starts: Sequence[int], layers: Mapping[int, str], setting: Setting) -> list[Block]:
+        """The costs of the blocks; what the user wants computed again is, in all of them."""
+        blocks = block_costs(program, starts, layers, setting)
+        if self.space.recompute is None:
+            return blocks
+        again = {index for index, path in layers.items() if any(_matches(path, wish) for wish in self.space.recompute)}
+        return [
+            replace(
+                block,
+                backward_s=block.backward_s + block.forward_s,
+                activation_bytes=block.recomputed_bytes or 0.0,
+                recomputed_bytes=None,
+            )
+            if index in again
+            else replace(block, recomputed_bytes=None)
+            for index, block in enumerate(blocks)
+        ]
+
+    def _split(self, blocks: Sequence[Block], num_positions: int, pace: Pace, size: int, memory_bytes: float) -> Split | NoFit:
+        """The best stages. Several stages on one position share its memory evenly."""
+        num_stages = num_positions * pace.chunks
+        count = self.space.num_microbatches
+        return split_stages(
+            {size: blocks},
+            num_stages * size,
+            num_stages,
+            count,
+            memory_bytes=memory_bytes / pace.chunks,
+            in_flight=_in_flight(num_positions, pace, count),
+        )
+
+    def _candidate(
+        self,
+        title: str,
+        placed: Placed,
+        split: Split,
+        starts: Sequence[int],
+        layers: Mapping[int, str],
+        blocks: Sequence[Block],
+        num_positions: int,
+        pace: Pace,
+    ) -> Candidate:
+        paths = tuple(layers[index] for stage in split.stages for index in stage.recomputed)
+        recompute = tuple(self.space.recompute) if self.space.recompute is not None else _shortened(paths, layers)
+        if paths:
+            title += f", {len(paths)} of {len(layers)} layers computed again"
+        plan = replace(placed.plan, recompute=recompute)
+        if num_positions > 1:
+            first_ops = [self.graph.ops[starts[stage.start]].name for stage in split.stages[1:]]
+            plan = staged(plan, first_ops, num_positions, pace, self.space.num_microbatches)
+        predicted = _predicted_s(split, blocks, num_positions, pace, self.space.num_microbatches)
+        return Candidate(title, plan, predicted, placed.bound_s / num_positions)
+
+    # -------------------------------------------------------------------------------------------- audits
+
+    def _audit_best(self, most: int | None = None) -> None:
+        """Lower and audit the most promising candidates; what does not fit the memory after all is refused."""
+        self.found.others.sort(key=lambda candidate: candidate.predicted_s)
+        wanted = self.space.audits if most is None else most
+        audits = 0
+        rest: list[Candidate] = []
+        for candidate in self.found.others:
+            if audits >= wanted and self.found.audited:
+                rest.append(candidate)
+                continue
+            audits += 1
+            cost = self.audited(candidate.plan)
+            peak = cost.peak_bytes
+            if peak > self.space.memory_bytes:
+                self.found.refused[candidate.title] = _too_large(peak, self.space.memory_bytes)
+            else:
+                self.found.audited.append(replace(candidate, cost=cost))
+        self.found.others = rest
+        self.found.audited.sort(key=lambda candidate: candidate.step_s)
+
+    def audited(self, plan: Plan) -> PlanCost:
+        """The cost of a plan, from the program that is really emitted."""
+        graph: IRGraph = self.graph
+        if plan.recompute:
+            graph = mark_recompute(graph, plan.recompute, stage_of_ops(graph, plan) if plan.stages else {})
+        if plan.stages:
+            return audit(lower_stages(graph, plan), self.config, self.hardware, optimizer=self.optimizer, times=self.times)
+        program = lower(graph, plan)
+        cost = audit(program, self.config, self.hardware, optimizer=self.optimizer, times=self.times)
+        body = body_time(program, self.hardware, tuple(range(plan.mesh.size)), self.times)
+        # The audit is of one microbatch; the others only add to the gradients.
+        return replace(cost, step_s=cost.step_s + (self.space.num_microbatches - 1) * (body.forward_s + body.backward_s))
+
+
+def _in_flight(num_positions: int, pace: Pace, num_microbatches: int) -> InFlight:
+    """Microbatches that a stage holds by its place from the end, taken from the schedule itself."""
+    if not pace.schedule:
+        return lambda place: 1
+    schedule = generate(pace.schedule, num_positions, num_microbatches, pace.chunks)
+    peaks = [-(-peak // pace.chunks) for peak in peak_in_flight(schedule)]
+    return lambda place: peaks[schedule.placement[schedule.num_stages - place]]
+
+
+def _predicted_s(split: Split, blocks: Sequence[Block], num_positions: int, pace: Pace, num_microbatches: int) -> float:
+    """The time of a step: the formula of the split for schedules it is exact for, a simulation for the others."""
+    if pace.schedule in ("", "1f1b", "gpipe") and pace.chunks == 1:
+        return split.cost_s
+    times, once = [], [0.0] * num_positions
+    schedule = generate(pace.schedule, num_positions, num_microbatches, pace.chunks)
+    for index, stage in enumerate(split.stages):
+        own = blocks[stage.start : stage.stop]
+        forward = sum(block.forward_s for block in own)
+        backward = sum(block.backward_s for block in own) + sum(blocks[i].forward_s for i in stage.recomputed)
+        times.append(StageTimes(forward, backward / 2, backward / 2))
+        once[schedule.placement[index]] += sum(block.once_s for block in own)
+    transfers: dict[tuple[int, int], float] = {}
+    for index, stage in enumerate(split.stages[1:], start=1):
+        one_way = blocks[stage.start].transfer_s / 2
+        transfers |= {(index - 1, index): one_way, (index, index - 1): one_way}
+    return simulate(schedule, times, transfers).makespan_s + max(once)
+
+
+def _too_large(needed_bytes: float, limit_bytes: float) -> str:
+    if needed_bytes == float("inf"):
+        return "the model cannot be cut into so many stages"
+    return f"it needs {needed_bytes / 1e9:.2f} GB on a device, and {limit_bytes / 1e9:.2f} GB are allowed"
+
+
+def _matches(path: str, pattern: str) -> bool:
+    parts, wanted = path.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(fnmatchcase(a, b) for a, b in zip(parts, wanted, strict=True))
+
+
+def _shortened(paths: tuple[str, ...], layers: Mapping[int, str]) -> tuple[str, ...]:
+    """``model.layers.*`` where all layers of a list are meant."""
+    stems: dict[str, list[str]] = {}
+    for path in paths:
+        stems.setdefault(path.rpartition(".")[0], []).append(path)
+    found: list[str] = []
+    for stem, members in stems.items():
+        every = [path for path in layers.values() if path.rpartition(".")[0] == stem]
+        found += [f"{stem}.*"] if len(members) == len(every) > 1 else members
+    return tuple(found)

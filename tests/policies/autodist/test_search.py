@@ -1,0 +1,141 @@
+"""The outer search on small models, with placements by rule of thumb: what it tries, chooses, refuses and says."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import plans
+import pytest
+import zoo
+
+from shardwright.compiler.cost.hardware import load_hardware
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.verification.verify import verify
+from shardwright.policies.autodist.candidates import divisors, meshes, named, paces, renamed
+from shardwright.policies.autodist.search import Found, Placed, Search, Space, Wish
+from shardwright.policies.choice import choose_dims
+from shardwright.policies.data import batch_classes
+from shardwright.policies.splits import split_dims
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import PlanError
+from shardwright.runtime.layout import Layout, Mesh
+
+
+@functools.cache
+def graph() -> PlannableGraph:
+    entry = zoo.get("gpt2")
+    return plans.annotated(plans.traced(entry.build(), entry.inputs()))
+
+
+def by_thumb(wish: Wish) -> Placed:
+    """The last axis splits the layers, those before it the batch."""
+    builder = graph().builder(mesh=dict(wish.mesh.axes))
+    for axis, size in wish.mesh.axes:
+        inner = axis == wish.mesh.names[-1]
+        split_dims(builder, axis, choose_dims(graph(), size) if inner else batch_classes(graph()))
+    return Placed(builder.plan("by thumb"), 0.0, False)
+
+
+def search(place: Any = by_thumb, num_ranks: int = 4, **space: Any) -> Found:
+    config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=True)
+    every = {n: meshes(n) for n in divisors(num_ranks)}
+    full = Space(**{"meshes": every, "num_microbatches": 4, "schedules": ("1f1b", "zb_h1"), "audits": 3, **space})
+    return Search(graph(), config, load_hardware("a100-80gb", num_ranks), full, place).run()
+
+
+def test_every_number_of_positions_and_every_mesh_is_tried() -> None:
+    found = search()
+    titles = {candidate.title for candidate in (*found.audited, *found.others)}
+    tried = {title.split(",")[0] for title in titles}
+    assert tried == {"x=4", "x=2 x y=2", "pp=2 x x=2", "pp=4"}
+    assert {title.split(", ")[1] for title in titles if ", " in title} == {"1f1b", "zb_h1"}
+    assert len(found.audited) == 3 and found.best is found.audited[0] and not found.refused
+    steps = [candidate.step_s for candidate in found.audited]
+    assert steps == sorted(steps)
+
+
+def test_the_prediction_is_near_the_audit() -> None:
+    found = search(audits=100)
+    assert len(found.audited) == 6
+    for candidate in found.audited:
+        assert candidate.predicted_s == pytest.approx(candidate.step_s, rel=0.25), candidate.title
+
+
+def test_tight_memory_has_layers_computed_again_or_is_refused() -> None:
+    free = search(num_positions=2, schedules=("1f1b",))
+    assert free.best is not None and free.best.cost is not None
+    peak = free.best.cost.peak_bytes
+    refused = search(num_positions=2, schedules=("1f1b",), memory_bytes=peak / 20)
+    assert refused.best is None
+    assert all("GB on a device, and" in why for why in refused.refused.values())
+
+
+def test_what_the_user_fixed_is_kept() -> None:
+    start = next(op.name for op in graph().ops if op.module_path.startswith("transformer.h.1"))
+    found = search(num_positions=2, schedules=("1f1b",), stage_starts=(start,), recompute=("transformer.h.*",))
+    assert found.best is not None
+    assert [stage.first_op for stage in found.best.plan.stages] == ["", start]
+    assert found.best.plan.recompute == ("transformer.h.*",)
+
+
+def test_a_placement_that_fails_is_a_reason_not_an_end() -> None:
+    def refuses(wish: Wish) -> Placed:
+        if len(wish.mesh.axes) == 2:
+            raise PlanError("no placement", why="two axes")
+        return by_thumb(wish)
+
+    found = search(refuses)
+    assert found.refused["x=2 x y=2"] == "no placement: two axes" and found.best is not None
+
+
+def test_an_interrupt_keeps_the_best_so_far() -> None:
+    calls: list[Wish] = []
+
+    def interrupted(wish: Wish) -> Placed:
+        calls.append(wish)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return by_thumb(wish)
+
+    found = search(interrupted)
+    assert found.interrupted == "Ctrl-C" and len(found.audited) == 1
+
+
+def test_what_is_found_trains_like_one_device(tmp_path: Path) -> None:
+    found = search(num_positions=2, schedules=("zb_h1",))
+    assert found.best is not None
+    (tmp_path / "plan.json").write_text(found.best.plan.dumps())
+    entry = zoo.get("gpt2")
+    config = {"plan_ngpus": 4, "runtime_ngpus": 4, "use_end2end": True}
+    config["pas_config"] = {"load_plan": str(tmp_path / "plan.json")}
+    report = verify(entry.build(), entry.inputs(), "saved", config, steps=2)
+    assert report.ok, str(report)
+
+
+def test_axes_are_named_after_what_they_split() -> None:
+    plan = by_thumb(Wish(Mesh((("x", 2), ("y", 2))), 1)).plan
+    dims = {"a": {"x": "batch", "y": "heads"}, "b": {"x": "batch", "y": "ffn"}}
+    found = named(replace(plan, stored={"w": Layout.parse("[8/y, 4] G(x)")} | dict(plan.stored)), dims)
+    assert found.mesh == Mesh((("dp", 2), ("tp", 2)))
+    assert str(found.stored["w"]) == "[8/tp, 4] G(dp)"
+    assert {axis for assignment in found.strategies.values() for axis in assignment} <= {"dp", "tp"}
+    assert renamed(found, {"dp": "x", "tp": "y"}).strategies == plan.strategies
+    assert Plan.from_json(json.loads(found.dumps())) == found
+
+
+def test_two_axes_that_split_alike_have_two_names() -> None:
+    plan = Plan(Mesh((("x", 2), ("y", 2), ("z", 2))))
+    assert named(plan, {"a": {"x": "ffn", "y": "heads"}}).mesh.names == ("tp", "tp2", "tp3")
+
+
+def test_meshes_and_paces() -> None:
+    assert [mesh.axes for mesh in meshes(8)] == [(("x", 8),), (("x", 2), ("y", 4)), (("x", 4), ("y", 2))]
+    assert [mesh.size for mesh in meshes(8, 3)] == [8] * 4 and meshes(1) == [Mesh(())]
+    found = paces(4, 6, ("1f1b", "1f1b_interleaved", "zb_v"), None, most=100)
+    assert [(pace.schedule, pace.chunks) for pace in found] == [("1f1b", 1), ("zb_v", 2)], "6 is no multiple of 4"
+    assert paces(4, 8, ("1f1b_interleaved",), None, most=9) == paces(4, 8, ("1f1b_interleaved",), 2, most=100)

@@ -94,7 +94,7 @@ class Copies:
         for work, own, buffer, boxes in arriving:
             work.wait()
             if buffer[-1]:  # else no backward reached the copy
-                own.grad = torch.zeros_like(own) if own.grad is None else own.grad
+                own.grad = torch.zeros_like(own, dtype=own.grad_dtype) if own.grad is None else own.grad
                 _unpack(buffer[:-1], own.grad, boxes, add=True)
         for message in sending:
             message.wait()

@@ -44,7 +44,7 @@ class ReductionSettings:
             asynchronous=config.use_async_reducer if table is None else table.overlap_grad_sync,
             stage=stage,
             num_groups=config.zero_ngroups,
-            scatters=config.zero_use_reduce_scatter or stage == 2 or table is not None,
+            scatters=config.zero_use_reduce_scatter or stage >= 2 or table is not None,
             table=table,
         )
 
@@ -55,7 +55,7 @@ class ReductionSettings:
     @property
     def frees_gradients(self) -> bool:
         """Whether gradients are freed as soon as they have been reduced (ZeRO-2)."""
-        return self.stage == 2
+        return self.stage >= 2
 
     @property
     def contiguous_gradients(self) -> bool:

@@ -264,7 +264,7 @@ def test_its_state_is_loaded_where_it_was_saved(files, options):
 @pytest.mark.parametrize("options", STAGES, ids=str)
 def test_a_parameter_that_only_one_rank_uses_steps_on_all(options):
     def on_rank(rank):
-        model = linears({name: (2, 1) for name in "abc"})
+        model = linears(dict.fromkeys("abc", (2, 1)))
         optimizer = build_optimizer(model, torch.optim.AdamW, config_of(**options), lr=0.1, weight_decay=0.5)
         x = torch.ones(2, dtype=torch.float64)
         for _ in range(2):
@@ -278,7 +278,7 @@ def test_a_parameter_that_only_one_rank_uses_steps_on_all(options):
         optimizer.step()
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
-    model = linears({name: (2, 1) for name in "abc"})
+    model = linears(dict.fromkeys("abc", (2, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     x = torch.ones(2, dtype=torch.float64)
     for _ in range(2):

@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.compiler.cost.efficiency import BandwidthTable, EfficiencyTable
+from shardwright.compiler.cost.device import Device as Device
+from shardwright.compiler.cost.device import device_json, read_device
 from shardwright.compiler.cost.json_fields import Fields
 from shardwright.runtime.errors import ConfigError, did_you_mean
 
@@ -36,63 +37,6 @@ FORMAT = 1
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 """What :func:`shardwright.compiler.cost.collectives.collective_s` knows; ``send`` is from one device to another."""
-
-
-@dataclass(frozen=True)
-class Device:
-    """One device.
-
-    ``flops_per_s`` is the dense peak by dtype name (``"bfloat16"``), of which matrix products reach ``matmul_efficiency``: one
-    fraction, or a table by dtype name. ``bytes_per_s`` is the memory bandwidth that large streaming operators reach (read and
-    written bytes together), ``streams`` that by size, as small tensors stay in caches; ``launch_s`` the least time of one
-    operator.
-    """
-
-    name: str
-    memory_bytes: int
-    flops_per_s: Mapping[str, float]
-    bytes_per_s: float
-    launch_s: float
-    matmul_efficiency: float | Mapping[str, EfficiencyTable] = 1.0
-    streams: BandwidthTable | None = None
-
-    def matmul_s(self, m: float, n: float, k: float, dtype: str, batch: float = 1) -> float:
-        """Seconds of ``batch`` products ``[m, k] x [k, n]``, arithmetic only; a batch counts like more rows.
-
-        Raises:
-            ConfigError: nothing is known of ``dtype``.
-        """
-        flops = 2.0 * batch * m * n * k
-        return flops / (self.peak_flops_per_s(dtype) * self._efficiency(batch * m, n, k, dtype)) if flops else 0.0
-
-    def measured(self, m: float, n: float, k: float, dtype: str, batch: float = 1) -> bool:
-        """Whether the efficiency at this size was measured, rather than taken from the edge of the table or a constant."""
-        if not isinstance(self.matmul_efficiency, Mapping) or dtype not in self.matmul_efficiency:
-            return False
-        return self.matmul_efficiency[dtype].covers(batch * m, n, k)
-
-    def memory_s(self, num_bytes: float) -> float:
-        """Seconds of one operator that reads and writes ``num_bytes`` in all."""
-        return num_bytes / (self.bytes_per_s if self.streams is None else self.streams.at(num_bytes)) if num_bytes else 0.0
-
-    def peak_flops_per_s(self, dtype: str) -> float:
-        """The dense peak of ``dtype``.
-
-        Raises:
-            ConfigError: nothing is known of ``dtype``.
-        """
-        if dtype not in self.flops_per_s:
-            raise ConfigError(
-                f"device {self.name!r} has no rate for products in {dtype}",
-                why=f"its flops_per_s has {', '.join(self.flops_per_s)}",
-                hint=f"add {dtype!r} to flops_per_s in the hardware file",
-            )
-        return self.flops_per_s[dtype]
-
-    def _efficiency(self, m: float, n: float, k: float, dtype: str) -> float:
-        if not isinstance(self.matmul_efficiency, Mapping):
-            return self.matmul_efficiency
-        return self.matmul_efficiency[dtype].at(m, n, k) if dtype in self.matmul_efficiency else 1.0
 
 
 @dataclass(frozen=True)
@@ -179,7 +123,7 @@ class Hardware:
             "format": FORMAT,
             "name": self.name,
             "num_devices": self.num_devices,
-            "device": _device_json(self.device),
+            "device": device_json(self.device),
             "tiers": [_tier_json(tier) for tier in self.tiers],
             **extra,
         }
@@ -204,7 +148,7 @@ class Hardware:
             raise ConfigError(f"num_devices is at least 1, not {count}", where=where)
         hardware = cls(
             name=fields.text("name"),
-            device=_read_device(fields.child("device")),
+            device=read_device(fields.child("device")),
             tiers=tuple(_read_tier(tier, count) for tier in fields.children("tiers")),
             residuals=fields.numbers("residuals", optional=True),
             sources=fields.texts("sources", optional=True),
@@ -280,58 +224,6 @@ def _check_tiers(tiers: tuple[Tier, ...], name: str) -> None:
         )
 
 
-def _read_device(fields: Fields) -> Device:
-    device = Device(
-        name=fields.text("name"),
-        memory_bytes=fields.count("memory_bytes"),
-        flops_per_s=fields.numbers("flops_per_s"),
-        bytes_per_s=fields.number("bytes_per_s"),
-        launch_s=fields.number("launch_s", zero=True),
-        matmul_efficiency=_read_efficiency(fields),
-        streams=_read_streams(fields),
-    )
-    fields.finish()
-    return device
-
-
-def _read_efficiency(fields: Fields) -> float | Mapping[str, EfficiencyTable]:
-    if not fields.is_mapping("matmul_efficiency"):
-        return fields.number("matmul_efficiency")
-    tables, rates = {}, fields.numbers("flops_per_s")
-    by_dtype = fields.child("matmul_efficiency")
-    for dtype in by_dtype.names():
-        table = by_dtype.child(dtype)
-        if dtype not in rates:
-            raise by_dtype.error(dtype, "has no peak in flops_per_s")
-        m, n, k = (table.counts(key) for key in ("m", "n", "k"))
-        for key in ("m", "n", "k"):
-            _check_ascending(table, key)
-        fractions = table.number_list("fractions")
-        if len(fractions) != len(m) * len(n) * len(k):
-            raise table.error("fractions", f"has {len(m) * len(n) * len(k)} numbers, one per (m, n, k); k varies fastest")
-        table.finish()
-        tables[dtype] = EfficiencyTable(m, n, k, fractions)
-    return tables
-
-
-def _read_streams(fields: Fields) -> BandwidthTable | None:
-    if not fields.has("streams"):
-        return None
-    table = fields.child("streams")
-    num_bytes, bytes_per_s = table.counts("num_bytes"), table.number_list("bytes_per_s")
-    _check_ascending(table, "num_bytes")
-    if len(bytes_per_s) != len(num_bytes):
-        raise table.error("bytes_per_s", f"has {len(num_bytes)} numbers, one per size in num_bytes")
-    table.finish()
-    return BandwidthTable(num_bytes, bytes_per_s)
-
-
-def _check_ascending(fields: Fields, key: str) -> None:
-    sizes = fields.counts(key)
-    if list(sizes) != sorted(set(sizes)):
-        raise fields.error(key, "is a list of ascending sizes")
-
-
 def _read_tier(fields: Fields, num_devices: int) -> Tier:
     tier = Tier(
         name=fields.text("name"),
@@ -379,31 +271,6 @@ def _cut(sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
     return tuple(
         min(size, num_devices - (end - size)) for size, end in zip(sizes, ends, strict=True) if end - size < num_devices
     )
-
-
-def _device_json(device: Device) -> dict[str, Any]:
-    efficiency = device.matmul_efficiency
-    return {
-        "name": device.name,
-        "memory_bytes": device.memory_bytes,
-        "flops_per_s": dict(device.flops_per_s),
-        "bytes_per_s": device.bytes_per_s,
-        "launch_s": device.launch_s,
-        "matmul_efficiency": (
-            {dtype: _table_json(table) for dtype, table in efficiency.items()}
-            if isinstance(efficiency, Mapping)
-            else efficiency
-        ),
-        **({"streams": _streams_json(device.streams)} if device.streams else {}),
-    }
-
-
-def _streams_json(table: BandwidthTable) -> dict[str, Any]:
-    return {"num_bytes": list(table.num_bytes), "bytes_per_s": list(table.bytes_per_s)}
-
-
-def _table_json(table: EfficiencyTable) -> dict[str, Any]:
-    return {"m": list(table.m), "n": list(table.n), "k": list(table.k), "fractions": list(table.fractions)}
 
 
 def _tier_json(tier: Tier) -> dict[str, Any]:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from shardwright.compiler.cost.efficiency import EfficiencyTable
+from shardwright.compiler.cost.device import Tiling
+from shardwright.compiler.cost.efficiency import BandwidthTable, EfficiencyTable
 from shardwright.compiler.cost.hardware import Device, Hardware, Link, Tier, load_hardware, preset_names
 from shardwright.runtime.errors import ConfigError
 
@@ -55,6 +59,7 @@ def test_the_presets() -> None:
 def test_a_preset_has_a_source_for_every_number_and_its_own_name(name: str) -> None:
     hardware = load_hardware(name)
     assert hardware.name == name
+    assert (hardware.device.tiles is not None) == ("device.tiles" in hardware.sources) == (name != "cpu")
     for field in ("memory_bytes", "flops_per_s", "bytes_per_s", "launch_s", "matmul_efficiency"):
         assert hardware.sources[f"device.{field}"]
     for tier in hardware.to_json()["tiers"]:
@@ -88,6 +93,14 @@ def test_everything_a_file_can_say_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "own.json"
     path.write_text(hardware.dumps())
     assert load_hardware(str(path)) == hardware
+    streams = BandwidthTable((10, 1000), (2e9, 1e9))
+    other = replace(
+        hardware, device=replace(hardware.device, matmul_efficiency=0.5, tiles=Tiling(9, ((8, 4, 0.7),)), streams=streams)
+    )
+    assert Hardware.from_json(json.loads(other.dumps())) == other and other.digest() != hardware.digest()
+    assert other.device.memory_s(100) == pytest.approx(100 / 2**0.5 / 1e9)
+    assert other.device.memory_s(0) == 0.0 and other.device.memory_s(1e6) == pytest.approx(1e-3)
+    assert streams.covers(10) and not streams.covers(1001)
 
 
 def test_the_digest_covers_what_decides_costs() -> None:
@@ -128,6 +141,25 @@ def test_products_take_the_efficiency_of_their_size() -> None:
     assert not device.measured(4, 20, 64, "float32") and not device.measured(16, 16, 65, "float32")
     assert device.matmul_s(64, 64, 64, "float64") == pytest.approx(2 * 64**3 / 5e8)
     assert not device.measured(16, 16, 16, "float64") and not load_hardware("h100").device.measured(64, 64, 64, "bfloat16")
+
+
+def test_products_fill_units_in_rounds_of_tiles() -> None:
+    tiling = Tiling(100, ((128, 128, 1.0), (64, 64, 0.5)))
+    assert tiling.fraction(1280, 1280, 64) == 1.0  # 100 tiles, one round
+    assert tiling.fraction(1281, 1280, 64) == pytest.approx(1281 / 1280 / 2)  # 110 tiles, two rounds
+    assert tiling.fraction(128, 12801, 64) == pytest.approx(0.50004, rel=1e-4)
+    assert tiling.fraction(128, 1280, 64, batch=10) == 1.0
+    # Fewer tiles than units: each is shared by units that sum over parts of k, as long as those are long.
+    assert tiling.fraction(640, 640, 4096) == 1.0 and tiling.fraction(640, 640, 256) == pytest.approx(0.5)
+    device = Device("d", 1, {"float16": 1e12}, 1.0, 0.0, 0.8, tiles=tiling)
+    assert device.matmul_s(1280, 1280, 64, "float16") == pytest.approx(2 * 1280 * 1280 * 64 / 0.8e12)
+
+
+@given(st.lists(st.integers(1, 5000), min_size=4, max_size=4), st.integers(0, 3), st.integers(1, 1000))
+def test_a_larger_product_never_takes_less(sizes: list[int], index: int, more: int) -> None:
+    device = load_hardware("a100-80gb").device
+    m, n, k, batch = (size + more * (i == index) for i, size in enumerate(sizes))
+    assert device.matmul_s(*sizes[:3], "bfloat16", sizes[3]) <= device.matmul_s(m, n, k, "bfloat16", batch) * (1 + 1e-12)
 
 
 def test_a_dtype_without_a_rate_is_refused() -> None:
@@ -235,6 +267,19 @@ def _error(data: object, num_devices: int | None = None) -> str:
         (
             lambda d: d["device"].update(matmul_efficiency={"float32": {"m": [2, 1], "n": [1], "k": [1], "fractions": [1, 1]}}),
             "device.matmul_efficiency.float32.m is a list of ascending sizes\n  where: own.json\n  why:   it is [2, 1]",
+        ),
+        (
+            lambda d: d["device"].update(streams={"num_bytes": [1, 2], "bytes_per_s": [1]}),
+            "device.streams.bytes_per_s has 2 numbers, one per size in num_bytes\n  where: own.json\n  why:   it is [1]",
+        ),
+        (
+            lambda d: d["device"].update(tiles={"num_units": 4, "shapes": []}),
+            "device.tiles.shapes has at least one shape\n  where: own.json\n  why:   it is []",
+        ),
+        (
+            lambda d: d["device"].update(matmul_efficiency={}, tiles={}),
+            "device.tiles is for an efficiency that is one number: a measured table has the effect in it\n"
+            "  where: own.json\n  why:   it is {}",
         ),
     ],
 )

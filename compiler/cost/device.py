@@ -1,0 +1,211 @@
+"""One device: what it computes, moves and holds, and its form in hardware files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwright.compiler.cost.efficiency import BandwidthTable, EfficiencyTable
+from shardwright.compiler.cost.json_fields import Fields
+from shardwright.runtime.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the units of a device share a matrix product: its result is computed in tiles, one per unit at a time.
+
+    ``shapes`` are ``(rows, columns, fraction)``: the fraction of the rate that tiles of this shape reach, 1.0 for the best. The
+    last round of tiles may leave units idle, which is why products of some sizes are slower than others.
+    """
+
+    num_units: int
+    shapes: tuple[tuple[int, int, float], ...]
+
+    def fraction(self, m: float, n: float, k: float, batch: float = 1) -> float:
+        """The part of the device's rate that ``batch`` products ``[m, k] x [k, n]`` get, with the best shape of tiles."""
+        return max(fraction * self._used(m, n, k, batch, rows, columns) for rows, columns, fraction in self.shapes)
+
+    def _used(self, m: float, n: float, k: float, batch: float, rows: int, columns: int) -> float:
+        """The part of all units' time in which they compute elements of the result."""
+        tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
+        if tiles >= self.num_units:
+            rounds: float = math.ceil(tiles / self.num_units)
+        else:  # several units share a tile, each sums over a part of k
+            rounds = 1 / min(self.num_units // tiles, max(1.0, k / LEAST_SUMMED))
+        return batch * m * n / (rounds * self.num_units * rows * columns)
+
+
+LEAST_SUMMED = 256
+"""A unit sums over at least so many elements of k."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device.
+
+    ``flops_per_s`` is the dense peak by dtype name (``"bfloat16"``), of which matrix products reach ``matmul_efficiency``: one
+    fraction (of what ``tiles`` leave, if given), or a table by dtype name. ``bytes_per_s`` is the memory bandwidth that large
+    streaming operators reach (read and written bytes together), ``streams`` that by size, as small tensors stay in caches;
+    ``launch_s`` the least time of one operator.
+    """
+
+    name: str
+    memory_bytes: int
+    flops_per_s: Mapping[str, float]
+    bytes_per_s: float
+    launch_s: float
+    matmul_efficiency: float | Mapping[str, EfficiencyTable] = 1.0
+    streams: BandwidthTable | None = None
+    tiles: Tiling | None = None
+
+    def matmul_s(self, m: float, n: float, k: float, dtype: str, batch: float = 1) -> float:
+        """Seconds of ``batch`` products ``[m, k] x [k, n]``, arithmetic only. In a table a batch counts like more rows.
+
+        Raises:
+            ConfigError: nothing is known of ``dtype``.
+        """
+        flops = 2.0 * batch * m * n * k
+        return flops / (self.peak_flops_per_s(dtype) * self._efficiency(m, n, k, batch, dtype)) if flops else 0.0
+
+    def measured(self, m: float, n: float, k: float, dtype: str, batch: float = 1) -> bool:
+        """Whether the efficiency at this size was measured, rather than taken from the edge of the table or a constant."""
+        if not isinstance(self.matmul_efficiency, Mapping) or dtype not in self.matmul_efficiency:
+            return False
+        return self.matmul_efficiency[dtype].covers(batch * m, n, k)
+
+    def memory_s(self, num_bytes: float) -> float:
+        """Seconds of one operator that reads and writes ``num_bytes`` in all."""
+        return num_bytes / (self.bytes_per_s if self.streams is None else self.streams.at(num_bytes)) if num_bytes else 0.0
+
+    def peak_flops_per_s(self, dtype: str) -> float:
+        """The dense peak of ``dtype``.
+
+        Raises:
+            ConfigError: nothing is known of ``dtype``.
+        """
+        if dtype not in self.flops_per_s:
+            raise ConfigError(
+                f"device {self.name!r} has no rate for products in {dtype}",
+                why=f"its flops_per_s has {', '.join(self.flops_per_s)}",
+                hint=f"add {dtype!r} to flops_per_s in the hardware file",
+            )
+        return self.flops_per_s[dtype]
+
+    def _efficiency(self, m: float, n: float, k: float, batch: float, dtype: str) -> float:
+        if isinstance(self.matmul_efficiency, Mapping):
+            return self.matmul_efficiency[dtype].at(batch * m, n, k) if dtype in self.matmul_efficiency else 1.0
+        return self.matmul_efficiency * (1.0 if self.tiles is None else self.tiles.fraction(m, n, k, batch))
+
+
+def read_device(fields: Fields) -> Device:
+    """The device of a hardware file.
+
+    Raises:
+        ConfigError: a key that is missing, unknown or has a value it cannot have.
+    """
+    device = Device(
+        name=fields.text("name"),
+        memory_bytes=fields.count("memory_bytes"),
+        flops_per_s=fields.numbers("flops_per_s"),
+        bytes_per_s=fields.number("bytes_per_s"),
+        launch_s=fields.number("launch_s", zero=True),
+        matmul_efficiency=_read_efficiency(fields),
+        streams=_read_streams(fields),
+        tiles=_read_tiles(fields),
+    )
+    fields.finish()
+    return device
+
+
+def _read_efficiency(fields: Fields) -> float | Mapping[str, EfficiencyTable]:
+    if not fields.is_mapping("matmul_efficiency"):
+        return fields.number("matmul_efficiency")
+    tables, rates = {}, fields.numbers("flops_per_s")
+    by_dtype = fields.child("matmul_efficiency")
+    for dtype in by_dtype.names():
+        table = by_dtype.child(dtype)
+        if dtype not in rates:
+            raise by_dtype.error(dtype, "has no peak in flops_per_s")
+        m, n, k = (table.counts(key) for key in ("m", "n", "k"))
+        for key in ("m", "n", "k"):
+            _check_ascending(table, key)
+        fractions = table.number_list("fractions")
+        if len(fractions) != len(m) * len(n) * len(k):
+            raise table.error("fractions", f"has {len(m) * len(n) * len(k)} numbers, one per (m, n, k); k varies fastest")
+        table.finish()
+        tables[dtype] = EfficiencyTable(m, n, k, fractions)
+    return tables
+
+
+def _read_streams(fields: Fields) -> BandwidthTable | None:
+    if not fields.has("streams"):
+        return None
+    table = fields.child("streams")
+    num_bytes, bytes_per_s = table.counts("num_bytes"), table.number_list("bytes_per_s")
+    _check_ascending(table, "num_bytes")
+    if len(bytes_per_s) != len(num_bytes):
+        raise table.error("bytes_per_s", f"has {len(num_bytes)} numbers, one per size in num_bytes")
+    table.finish()
+    return BandwidthTable(num_bytes, bytes_per_s)
+
+
+def _read_tiles(fields: Fields) -> Tiling | None:
+    if not fields.has("tiles"):
+        return None
+    if fields.is_mapping("matmul_efficiency"):
+        raise fields.error("tiles", "is for an efficiency that is one number: a measured table has the effect in it")
+    tiles = fields.child("tiles")
+    shapes = tuple(
+        (shape.count("rows"), shape.count("columns"), shape.number("fraction")) for shape in tiles.children("shapes")
+    )
+    if not shapes:
+        raise tiles.error("shapes", "has at least one shape")
+    tiling = Tiling(tiles.count("num_units"), shapes)
+    tiles.finish()
+    return tiling
+
+
+def _read_shape(fields: Fields) -> tuple[int, int, float]:
+    shape = fields.count("rows"), fields.count("columns"), fields.number("fraction")
+    fields.finish()
+    return shape
+
+
+def _check_ascending(fields: Fields, key: str) -> None:
+    sizes = fields.counts(key)
+    if list(sizes) != sorted(set(sizes)):
+        raise fields.error(key, "is a list of ascending sizes")
+
+
+def device_json(device: Device) -> dict[str, Any]:
+    """JSON values; :func:`read_device` is the inverse."""
+    efficiency = device.matmul_efficiency
+    return {
+        "name": device.name,
+        "memory_bytes": device.memory_bytes,
+        "flops_per_s": dict(device.flops_per_s),
+        "bytes_per_s": device.bytes_per_s,
+        "launch_s": device.launch_s,
+        "matmul_efficiency": (
+            {dtype: _table_json(table) for dtype, table in efficiency.items()}
+            if isinstance(efficiency, Mapping)
+            else efficiency
+        ),
+        **({"streams": _streams_json(device.streams)} if device.streams else {}),
+        **({"tiles": _tiles_json(device.tiles)} if device.tiles else {}),
+    }
+
+
+def _streams_json(table: BandwidthTable) -> dict[str, Any]:
+    return {"num_bytes": list(table.num_bytes), "bytes_per_s": list(table.bytes_per_s)}
+
+
+def _table_json(table: EfficiencyTable) -> dict[str, Any]:
+    return {"m": list(table.m), "n": list(table.n), "k": list(table.k), "fractions": list(table.fractions)}
+
+
+def _tiles_json(tiling: Tiling) -> dict[str, Any]:
+    shapes = [{"rows": rows, "columns": columns, "fraction": fraction} for rows, columns, fraction in tiling.shapes]
+    return {"num_units": tiling.num_units, "shapes": shapes}

@@ -5,13 +5,14 @@
 #   make test-all  the slow tests, the rest of what continuous integration runs
 #   make lint      ruff (rules and format), mypy, import-linter
 #
-# PYTHON chooses the interpreter (3.11 or newer), JOBS the number of test processes.
+# PYTHON chooses the interpreter (3.11 or newer), JOBS the number of test processes, TORCH another version of torch than
+# the one in constraints.txt, which gets an environment of its own.
 
 SHELL := /bin/bash
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 JOBS ?= 2
-VENV := .venv
+VENV := .venv$(addprefix /torch-,$(TORCH))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist=worksteal
@@ -45,6 +46,7 @@ $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "shardwright needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "Installing into $(VENV) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[test]'
+	@$(if $(TORCH),sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^setuptools==/d',cat) constraints.txt > $(VENV)/constraints.txt
+	@$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt setuptools
+	@$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --no-build-isolation --editable '.[test]'
 	@touch $@

@@ -7,7 +7,7 @@ computes with it, and :meth:`Dynamic.size` turns what comes out into a sympy exp
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -75,7 +75,7 @@ class Dynamic:
         source = ConstantSource(name)
         torch_symbol = self.env.create_symbol(size, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
         self._names[torch_symbol] = symbol(name)
-        return self.env.create_symintnode(torch_symbol, hint=size, source=source)  # type: ignore[return-value]
+        return cast(torch.SymInt, self.env.create_symintnode(torch_symbol, hint=size, source=source))
 
     def shape(self, path: str, shape: torch.Size) -> list[int | torch.SymInt]:
         """The shape of the input at ``path`` with symbols where it is dynamic."""

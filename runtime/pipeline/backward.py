@@ -45,6 +45,8 @@ class SplitBackward:
         self._roots = [(edge, grad) for edge, grad in roots if edge.node in graph.inner]
         self._deferred = graph.deferred_edges()
         self._direct = graph.direct_edges(self._deferred)
+        later = [*self._direct, *(edge for edges in self._deferred.values() for edge in edges)]
+        self._owners = graph.owners([edge for edge, _ in roots], later)
         self._incoming: dict[Node, tuple[Tensor | None, ...]] = {}
         # What is computed of no input at all waits for the second part as a whole.
         self._captured: list[tuple[Edge, Tensor]] = [
@@ -87,6 +89,7 @@ class SplitBackward:
         captured, self._captured, self._deferred = self._captured, [], {}
         if captured:
             torch.autograd.backward([GradientEdge(*edge) for edge, _ in captured], [grad for _, grad in captured])
+        self._owners = []
 
     def _note(self, node: Node) -> _Noting:
         return _Noting(node, self._incoming)
@@ -147,6 +150,22 @@ class _Graph:
         """Where the gradients of all other edges between the two parts are taken, so that none goes on to another."""
         leaving = ((node, edge) for node, edges in self._leaving.items() for edge in edges)
         return self._untangled(list(dict.fromkeys(edge for node, edge in leaving if edge not in deferred.get(node, []))))
+
+    def owners(self, roots: Sequence[GradientEdge], edges: Iterable[Edge]) -> list[Node | GradientEdge]:
+        """What keeps the nodes of ``edges`` and ``roots`` alive: of an autograd function written in Python, the object at
+        hand does not. The nearest nodes above it do, and for a root the token in its edge.
+        """
+        owners: list[Node | GradientEdge] = [edge for edge in roots if edge.node in self.outer]
+        by_node = {edge.node: edge for edge in roots}
+        waiting = [node for node, _ in edges]
+        for node in waiting:  # grows while it is read
+            if not isinstance(node, BackwardCFunction):
+                owners.append(node)
+            elif node in by_node:
+                owners.append(by_node[node])
+            else:
+                waiting += self._parents.get(node, ())
+        return owners
 
     def _drop_tangled(self, deferred: dict[Node, list[Edge]]) -> None:
         """Take out deferred children from which the gradient would go on to a direct one: the first part needs them."""

@@ -31,6 +31,10 @@ CALLS = [
 ]
 
 
+LATE_DERIVATIVES = ("nextafter", "aminmax")
+"""Functions that the oldest torch we support cannot differentiate."""
+
+
 class FirstCall(TorchFunctionMode):
     """Remembers the first call that torch dispatches."""
 
@@ -52,9 +56,20 @@ def dispatched(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return mode.call
 
 
+def skip_without_derivative(function: Any, args: tuple[Any, ...]) -> None:
+    """Leave out a call that this version of torch cannot differentiate, where newer ones can."""
+    if getattr(function, "__name__", "") in LATE_DERIVATIVES:
+        results = function(*(arg.detach().requires_grad_() if isinstance(arg, torch.Tensor) else arg for arg in args))
+        try:
+            (results if isinstance(results, torch.Tensor) else results[0]).sum().backward()
+        except (NotImplementedError, RuntimeError) as error:
+            pytest.skip(str(error))
+
+
 @pytest.mark.filterwarnings("ignore")  # torch's own, about broadcasting in losses and about beta functions
 @pytest.mark.parametrize(("function", "args", "kwargs"), CALLS)
 def test_rule_holds(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    skip_without_derivative(function, args)
     report = prove(*dispatched(function, args, kwargs))
     assert report.ok, str(report)
 
@@ -65,6 +80,7 @@ def test_rule_holds(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 def test_rule_holds_on_two_axes(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if getattr(function, "__name__", "") == "grouped_mm":
         pytest.skip("torch's kernel takes only pieces of a multiple of 16 bytes")
+    skip_without_derivative(function, args)
     report = prove(function, args, kwargs, num_ranks=[{"u": 2, "v": 2}])
     assert report.ok, str(report)
 

@@ -94,7 +94,7 @@ def tree_weights(from_source: Weights, between: Weights) -> Weights:
 
 
 def best_tree(from_source: Weights, between: Weights) -> tuple[int, ...]:
-    """The parent of every goal in the lightest tree, the first of equal ones, as in :func:`tree_weights` without leading dims."""
+    """The parent of every goal in the lightest tree, the first of equal ones. As :func:`tree_weights`, without leading dims."""
     num_goals = len(from_source)
     if num_goals <= MAX_EXACT:
         return trees(num_goals)[int(np.argmin(tree_weights(from_source, between)))]

@@ -1,8 +1,8 @@
 """What it costs to bring a value from the layout it is made in to those its readers want, for all layouts at once.
 
 A value is converted along the tree that lowering builds (:mod:`shardwright.compiler.passes.sharing`), which is chosen by
-elements sent; here it is also given its seconds, as the sum of its adapters'. Tables are shared by all values of one dtype that have the
-same layouts to choose from.
+elements sent; here it is also given its seconds, as the sum of its adapters'. Tables are shared by all values of one dtype that
+have the same layouts to choose from.
 """
 
 from __future__ import annotations

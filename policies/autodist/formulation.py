@@ -42,7 +42,7 @@ class CopiesNode:
 @dataclass(frozen=True, eq=False)
 class SharedValue:
     """A value without gradient that many blocks read, a rotary table or a mask. It is no node, so that the blocks are not all
-    neighbours: every reader pays its share of what the copy costs that it wants. The shares add up to the cost where all readers
+    neighbours: every reader pays its share of what the copy costs that it wants. Shares add up to the cost where all readers
     want the same, and to less otherwise; :meth:`Formulation.cost` adds the difference.
     """
 

@@ -25,11 +25,12 @@ from shardwright.compiler.passes.verify_program import verify_program
 from shardwright.compiler.pipeline import CompileReport, FunctionPass, PassManager
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.check import check_names
+from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Declaration, Program
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import PlanError, did_you_mean
+from shardwright.runtime.errors import PlanError
 
 PolicyFunction = Callable[[Any, ComputeConfig], Any]
 
@@ -106,7 +107,7 @@ def compile_graph(
         with manager.measure("policy"):
             plan = plan_of(policy(planned, config), policy_name)
     check_mesh(plan, config)
-    plan = replace(plan, outputs={**_unneeded(graph, config), **plan.outputs}, dims=_split_dims(planned, plan))
+    plan = replace(plan, outputs={**output_wishes(graph, config), **plan.outputs}, dims=_split_dims(planned, plan))
     check_names(planned, plan)
     if plan.recompute:
         stages = stage_of_ops(planned, plan) if plan.stages else {}
@@ -204,19 +205,3 @@ def _both(function: Callable[[IRGraph], IRGraph]) -> Callable[[IRGraph], IRGraph
         return replace(done, eval_graph=function(graph.eval_graph)) if graph.eval_graph else done
 
     return apply
-
-
-def _unneeded(graph: IRGraph, config: ComputeConfig) -> dict[str, str | None]:
-    """``config.outputs`` as wishes by output path."""
-    paths = [path for path, value in graph.output.leaves() if isinstance(value, IRValue)]
-    if config.outputs == "all":
-        return {}
-    if config.outputs == "loss":
-        loss = "loss" if "loss" in paths else paths[0]
-        return {path: None for path in paths if path != loss}
-    assert not isinstance(config.outputs, str)
-    unknown = sorted(config.outputs.keys() - set(paths))
-    if unknown:
-        what = f"ComputeConfig.outputs names {unknown[0]!r}, which the model does not return"
-        raise PlanError(what, hint=did_you_mean(unknown[0], paths))
-    return {path: None if wish == "drop" else wish for path, wish in config.outputs.items()}

@@ -16,14 +16,10 @@ BUILT_IN: Mapping[str, str] = {
     "data": "shardwright.policies.data",
     "pp": "shardwright.policies.pp",
     "hybrid": "shardwright.policies.hybrid",
+    "autodist": "shardwright.policies.autodist.policy",
     "saved": "shardwright.policies.saved",
 }
 """Name to the module whose ``POLICY`` it is; imported when asked for."""
-
-NOT_YET: Mapping[str, str] = {
-    "autodist": "searching for a plan",
-}
-"""Names that are taken, and what they wait for."""
 
 _registered: dict[str, Policy] = {}
 
@@ -37,7 +33,7 @@ def register_policy(name: str, *, options: type[Any] | None = None) -> Callable[
     ``options`` is a dataclass of what it takes from ``pas_config``, checked before the policy runs. Registering a name
     again replaces it; a built-in name is a :class:`PlanError`.
     """
-    if name in BUILT_IN or name in NOT_YET:
+    if name in BUILT_IN:
         raise PlanError(f"{name!r} is the name of a built-in policy", hint="choose another name")
 
     def register(function: PolicyFunction) -> PolicyFunction:
@@ -63,12 +59,6 @@ def find_policy(policy: str | PolicyFunction) -> Policy:
     if policy in BUILT_IN:
         built_in: Policy = import_module(BUILT_IN[policy]).POLICY
         return built_in
-    if policy in NOT_YET:
-        raise PlanError(
-            f"policy {policy!r} is not available yet",
-            why=f"this version has no support for {NOT_YET[policy]}",
-            hint=f"one of {', '.join(map(repr, sorted(policy_names())))}, or a function of your own",
-        )
     raise PlanError(f"there is no policy {policy!r}", hint=did_you_mean(policy, policy_names()))
 
 

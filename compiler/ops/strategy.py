@@ -78,10 +78,12 @@ def layouts(rule: OpRule, assignment: Assignment, mesh: Mesh) -> tuple[tuple[Lay
     """The layout of every operand and every result under one strategy per axis."""
     per_axis = {axis: placements(rule, assignment.get(axis, "R")) for axis in mesh.names}
     operands = tuple(
-        tensor_layout(rule, refs, assignment, {axis: p[0][i] for axis, p in per_axis.items()}) for i, refs in enumerate(rule.operands)
+        tensor_layout(rule, refs, assignment, {axis: p[0][i] for axis, p in per_axis.items()})
+        for i, refs in enumerate(rule.operands)
     )
     results = tuple(
-        tensor_layout(rule, refs, assignment, {axis: p[1][i] for axis, p in per_axis.items()}) for i, refs in enumerate(rule.results)
+        tensor_layout(rule, refs, assignment, {axis: p[1][i] for axis, p in per_axis.items()})
+        for i, refs in enumerate(rule.results)
     )
     return operands, results
 

@@ -48,6 +48,37 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
+class Certificate:
+    """What a search knows of its plan: it takes ``cost_s`` seconds per step on ``hardware``, and no plan of the ``space`` that
+    was searched takes less than ``bound_s``, for the reason ``proof``. ``found``: what was tried besides, such as other meshes.
+    """
+
+    cost_s: float
+    bound_s: float
+    proof: str
+    space: str
+    hardware: str
+    found: tuple[str, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """How far above the bound the cost is, relative to the cost; 0: proved optimal in its space."""
+        return max(0.0, (self.cost_s - self.bound_s) / self.cost_s) if self.cost_s > 0 else 0.0
+
+    def __str__(self) -> str:
+        cost, bound = (f"{seconds * 1e3:.6g} ms" for seconds in (self.cost_s, self.bound_s))
+        proved = f"at least {bound} in its space (gap {self.gap:.2%}; {self.proof})"
+        return f"{cost} per step on {self.hardware}, {proved}: {self.space}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "found": list(self.found)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Certificate:
+        return cls(**{**data, "found": tuple(data["found"])})
+
+
+@dataclass(frozen=True)
 class Plan:
     """A plan for one graph.
 
@@ -55,7 +86,7 @@ class Plan:
     and buffers by FQN; what is left out is chosen while lowering, so that its uses need the least communication.
     ``inputs`` / ``outputs``: layouts by path where they are not whole; an output may be ``None``: not needed, dropped.
     ``policy`` and ``notes`` say where the plan comes from. ``dims``: operator name and axis to the name of the dim split
-    there, for people; nothing is decided by it.
+    there, for people; nothing is decided by it. ``certificate``: of a plan that was searched for.
 
     With ``stages`` the plan is a pipeline: ``mesh`` then counts all ranks, and strategies speak of the axes of the stages'
     meshes. ``schedule`` names the order of forwards and backwards of ``num_microbatches`` samples.
@@ -74,6 +105,7 @@ class Plan:
     actions: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
     dims: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    certificate: Certificate | None = None
 
     def stage_mesh(self, stage: int) -> Mesh:
         """The mesh of a stage; the plan's own without stages."""
@@ -107,6 +139,7 @@ class Plan:
                 if self.stages
                 else {}
             ),
+            **({"certificate": self.certificate.to_json()} if self.certificate is not None else {}),
         }
 
     @classmethod
@@ -128,6 +161,7 @@ class Plan:
             tuple(data.get("actions", ())),
             tuple(data.get("recompute", ())),
             data.get("dims", {}),
+            Certificate.from_json(data["certificate"]) if "certificate" in data else None,
         )
 
     def dumps(self) -> str:

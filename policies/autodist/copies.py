@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from shardwright.policies.autodist.conversions import MAX_GOALS, LayoutSet, union
-from shardwright.policies.autodist.strategies import Ids, LayoutTable
-from shardwright.runtime.layout import Mesh
+from shardwright.policies.autodist.strategies import Ids
 
-MAX_SETS = 4096
-"""The most sets of layouts that the copies of a value may be. Where there would be more, sets of three layouts are left out
-first, then pairs, and the certificate says that the space was restricted."""
+MAX_SETS = 128
+"""The most sets that are told apart. A value that could be wanted in more is read by way of one shared copy."""
 
 
 @dataclass(eq=False)
@@ -32,53 +30,21 @@ class Maker:
     key: Hashable
 
 
-def layout_sets(
-    readers: Sequence[Reader], fixed: LayoutSet, table: LayoutTable, mesh: Mesh
-) -> tuple[tuple[LayoutSet, ...], bool]:
-    """The sets of layouts that some readers can want together, and whether these are all of them."""
+def layout_sets(readers: Sequence[Reader], fixed: LayoutSet) -> tuple[tuple[LayoutSet, ...], bool] | None:
+    """The sets of at most :data:`MAX_GOALS` layouts that some readers can want together, and whether these are all of them;
+    None where they are too many to tell apart.
+    """
     counts: dict[Hashable, int] = {}
-    wants = []
-    for reader in readers:  # of readers alike, more than a set can hold add nothing
-        counts[reader.key] = counts.get(reader.key, 0) + 1
-        if counts[reader.key] <= MAX_GOALS:
-            wants.append(tuple(dict.fromkeys(reader.wants)))
-    for largest in range(MAX_GOALS, 0, -1):
-
-        def small(joined: LayoutSet, most: int = largest) -> bool:
-            return len(joined) <= most
-
-        found = _joined(wants, fixed, small)
-        if found is not None:
-            return found
-
-    def alike(joined: LayoutSet) -> bool:
-        """Whether two layouts have the same placement along all axes but one."""
-        if len(joined) != 2:
-            return len(joined) < 2
-        first, second = (table[layout] for layout in joined)
-        return sum(first.placement(axis) != second.placement(axis) for axis in mesh.names) <= 1
-
-    found = _joined(wants, fixed, alike, limit=4 * MAX_SETS)
-    assert found is not None
-    return found
-
-
-def _joined(
-    wants: Sequence[Sequence[LayoutSet]], fixed: LayoutSet, fits: Callable[[LayoutSet], bool], limit: int = MAX_SETS
-) -> tuple[tuple[LayoutSet, ...], bool] | None:
-    """The unions of one option of each reader that fit, and whether all did; None where there are too many or none."""
     found: dict[LayoutSet, None] = {fixed: None}
     complete = True
-    for options in wants:
-        grown: dict[LayoutSet, None] = {}
-        for base in found:
-            for want in options:
-                joined = union((base, want)) if base else want
-                if fits(joined):
-                    grown[joined] = None
-                else:
-                    complete = False
-            if len(grown) > limit:
-                return None
-        found = grown
-    return (tuple(found), complete) if found else None
+    for reader in readers:
+        counts[reader.key] = counts.get(reader.key, 0) + 1
+        if counts[reader.key] > MAX_GOALS:
+            continue  # of readers alike, more than a set can hold add nothing
+        joined = {union((base, want)) for base in found for want in dict.fromkeys(reader.wants)}
+        grown = sorted(wanted for wanted in joined if len(wanted) <= MAX_GOALS)
+        complete = complete and len(grown) == len(joined)
+        if not grown or len(grown) > MAX_SETS:
+            return None
+        found = dict.fromkeys(grown)
+    return tuple(found), complete

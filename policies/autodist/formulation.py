@@ -10,7 +10,7 @@ from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue
 from shardwright.policies.autodist.conversions import Conversions, LayoutSet, ValueType, union
 from shardwright.policies.autodist.solver.problem import Problem, evaluate
-from shardwright.policies.autodist.strategies import LayoutTable, Menu, Seconds
+from shardwright.policies.autodist.strategies import Ids, LayoutTable, Menu, Seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +40,21 @@ class CopiesNode:
 
 
 @dataclass(frozen=True, eq=False)
+class RelayNode:
+    """A value with several readers that could want more sets of layouts than are told apart. Its choices are the layouts of one
+    copy, the relay, from which every reader's own is made. What lowering makes may cost less, where readers share a copy beside
+    the relay, or more, where another tree sends less but takes longer; :meth:`Formulation.cost` has the exact cost.
+    """
+
+    value: IRValue
+    kind: ValueType
+    layouts: tuple[int, ...]
+    maker: tuple[int | None, Ids]
+    readers: tuple[tuple[int, tuple[LayoutSet, ...]], ...]
+    fixed: LayoutSet
+
+
+@dataclass(frozen=True, eq=False)
 class SharedValue:
     """A value without gradient that many blocks read, a rotary table or a mask. It is no node, so that the blocks are not all
     neighbours: every reader pays its share of what the copy costs that it wants. Shares add up to the cost where all readers
@@ -54,7 +69,7 @@ class SharedValue:
     shares: tuple[Seconds, ...]
 
 
-Node = OpNode | StoreNode | CopiesNode
+Node = OpNode | StoreNode | CopiesNode | RelayNode
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +96,19 @@ class Formulation:
             wanted = union([item.fixed, *(wants[choice[reader]] for reader, wants in item.readers)])
             paid = sum(float(share[choice[reader]]) for (reader, _), share in zip(item.readers, item.shares, strict=True))
             total += self.conversions.exact(item.kind, item.source, wanted) - paid
+        for index, node in enumerate(self.nodes):
+            if isinstance(node, RelayNode):
+                total += self._relayed(node, node.layouts[choice[index]], choice)
         return total
+
+    def _relayed(self, node: RelayNode, relay: int, choice: Sequence[int]) -> float:
+        """What the adapters of a value cost beyond what the problem says."""
+        maker, gives = node.maker
+        source = int(gives[0 if maker is None else choice[maker]])
+        wants = [*([node.fixed] if node.fixed else []), *(wants[choice[reader]] for reader, wants in node.readers)]
+        exact = self.conversions.exact
+        paid = exact(node.kind, source, (relay,)) + sum(exact(node.kind, relay, want) for want in wants)
+        return exact(node.kind, source, union(wants)) - paid
 
     def settle(self, choice: Sequence[int]) -> tuple[int, ...]:
         """The same choice of operators and stores, with exactly the copies that they want."""

@@ -27,9 +27,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from shardwright.compiler.cost.adapters import DEFAULT_BUCKET_BYTES, reduction_s
 from shardwright.compiler.cost.local import local_bytes
-from shardwright.compiler.cost.operators import optimizer_s
+from shardwright.compiler.cost.reduction import Reduction
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue, ValueKind
@@ -37,10 +36,11 @@ from shardwright.compiler.passes.lower import drop_outputs
 from shardwright.compiler.plan.blocks import container_of
 from shardwright.compiler.plan.conversion import canonical
 from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.program import Declaration
 from shardwright.policies.autodist.constraints import allowed_strategies
 from shardwright.policies.autodist.conversions import Conversions, LayoutSet, ValueType, union
 from shardwright.policies.autodist.copies import Maker, Reader, layout_sets
-from shardwright.policies.autodist.formulation import CopiesNode, Formulation, Node, OpNode, SharedValue, StoreNode
+from shardwright.policies.autodist.formulation import CopiesNode, Formulation, Node, OpNode, RelayNode, SharedValue, StoreNode
 from shardwright.policies.autodist.request import PlacementRequest
 from shardwright.policies.autodist.shared import shared_values
 from shardwright.policies.autodist.solver.problem import Problem, Row
@@ -57,7 +57,7 @@ class Pricing:
         self.conversions = Conversions(request.mesh, request.ranks, request.hardware, self.layouts)
         self.arrays: dict[Hashable, Seconds] = {}
         self.candidates: dict[Hashable, tuple[int, ...]] = {}
-        self.sets: dict[Hashable, tuple[tuple[LayoutSet, ...], bool]] = {}
+        self.sets: dict[Hashable, tuple[tuple[LayoutSet, ...], bool] | None] = {}
 
 
 def formulate(request: PlacementRequest, pricing: Pricing | None = None) -> Formulation:
@@ -236,26 +236,17 @@ class _Builder:
         """Seconds per step of the gradient's reduction and the optimizer, and bytes held, for every way to store a tensor."""
         request = self.request
         cost, held = np.zeros(len(candidates)), np.zeros(len(candidates))
-        cap = request.config.reducer_bucket_cap_mb
         item = value.dtype.itemsize
         for index, candidate in enumerate(candidates):
-            layout = self.pricing.layouts[candidate]
-            num_bytes = local_bytes(layout, value.dtype, request.mesh)
+            declaration = Declaration(value, self.pricing.layouts[candidate])
+            num_bytes = local_bytes(declaration.layout, value.dtype, request.mesh)
             held[index] = num_bytes
-            if not value.requires_grad or value.kind is not ValueKind.PARAMETER:
-                continue
-            elements = num_bytes / item
-            held[index] += elements * (request.optimizer.gradient_bytes(item) + request.optimizer.kept_bytes)
-            cost[index] = reduction_s(
-                layout,
-                value.dtype,
-                request.mesh,
-                request.ranks,
-                request.hardware,
-                num_units=request.config.num_units,
-                unit_size=request.config.plan_ngpus,
-                bucket_bytes=DEFAULT_BUCKET_BYTES if cap is None else cap * 2**20,
-            ) + optimizer_s(elements, item, request.optimizer.state_bytes_per_element, request.hardware)
+            if value.requires_grad and value.kind is ValueKind.PARAMETER:
+                found = Reduction.of(
+                    [declaration], request.mesh, request.config, request.hardware, request.optimizer, request.ranks
+                )
+                cost[index] = found.total_s + found.optimizer_s
+                held[index] += num_bytes / item * (request.optimizer.gradient_bytes(item) + request.optimizer.kept_bytes)
         return cost, held
 
     # ----------------------------------------------------------------------------------------------------- values
@@ -309,8 +300,12 @@ class _Builder:
         """A node for the set of layouts that a value with several readers is needed in."""
         key = ("sets", fixed, tuple(reader.key for reader in readers))
         if key not in self.pricing.sets:
-            self.pricing.sets[key] = layout_sets(readers, fixed, self.pricing.layouts, self.request.mesh)
-        sets, complete = self.pricing.sets[key]
+            self.pricing.sets[key] = layout_sets(readers, fixed)
+        possible = self.pricing.sets[key]
+        if possible is None:
+            self._relay(value, kind, maker, readers, fixed)
+            return
+        sets, complete = possible
         if not complete:
             self.restricted.append(value.name)
         prices = self._prices(kind, maker, sets, key)
@@ -322,6 +317,28 @@ class _Builder:
         for reader in readers:
             assert reader.node is not None
             self.edges.append((index, reader.node, self._has(sets, key, reader)))
+
+    def _relay(self, value: IRValue, kind: ValueType, maker: Maker, readers: list[Reader], fixed: LayoutSet) -> None:
+        """A node for the one copy from which all readers' are made. Of two readers it prices every tree there is; of more, all
+        but those in which two share another copy.
+        """
+        if len(readers) + bool(fixed) > 2:
+            self.restricted.append(value.name)
+        wanted = (layout for reader in readers for want in reader.wants for layout in want)
+        layouts = used((*wanted, *fixed, *maker.gives.tolist()))
+        given = tuple((reader.node, reader.wants) for reader in readers if reader.node is not None)
+        prices = self._prices(kind, maker, tuple((layout,) for layout in layouts), ("relay", layouts))
+        relay = Maker(len(self.nodes), np.array(layouts), ("relay", layouts))
+        cost = prices[0] if maker.node is None else np.zeros(len(layouts))
+        if fixed:
+            cost = cost + self._prices(kind, relay, (fixed,), ("fixed", fixed))[:, 0]
+        node = RelayNode(value, kind, layouts, (maker.node, maker.gives), given, fixed)
+        index = self._add(node, cost, self._home(maker, readers))
+        if maker.node is not None:
+            self.edges.append((maker.node, index, prices))
+        for reader in readers:
+            assert reader.node is not None
+            self.edges.append((index, reader.node, self._prices(kind, relay, reader.wants, reader.key)))
 
     def _share(self, value: IRValue, kind: ValueType, maker: Maker, readers: list[Reader], fixed: LayoutSet) -> None:
         """Every reader pays its share of the copy it wants."""

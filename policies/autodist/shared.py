@@ -1,47 +1,48 @@
-"""Values without gradient that many blocks read: rotary tables, masks, positions."""
+"""Values without gradient that many blocks read, or that blocks make of such: rotary tables, masks, positions."""
 
 from __future__ import annotations
 
 from shardwright.compiler.ir.graph import IRGraph
-from shardwright.compiler.ir.value import ValueKind
+from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.plan.blocks import container_of
 
-MANY = 3
-"""A value that more blocks read is shared: it would be a neighbour of all of them."""
+MANY = 1
+"""A value that more blocks read would be a neighbour of all of them."""
 
 
 def shared_values(graph: IRGraph) -> tuple[frozenset[str], frozenset[str]]:
-    """``(values, operators)``: the shared values by name, and what makes them, which no gradient reaches."""
-    producers = graph.producers()
-    readers = graph.uses()
-    trained = {value.name for op in graph.ops for value in (*op.operands, *op.results) if value.requires_grad}
-    sources = {value.name for value in graph.sources if value.kind is not ValueKind.PARAMETER}
-    shared: set[str] = set()
+    """``(values, operators)``: the shared values by name, and what makes them, which no gradient reaches.
+
+    Where some value is read by many blocks, the values that are made of it and read more than once are shared too: what a
+    block makes of a rotary table for its queries and its keys.
+    """
+    tables = _tables(graph)
+    uses = graph.uses()
+    wide = {name for name in tables if len({container_of(op.module_path) for op, _ in uses.get(name, ())} - {None}) > MANY}
+    made_of = set(wide)
+    for op in graph.ops:
+        if op.results[0].name in tables and any(value.name in made_of for value in op.operands):
+            made_of |= {value.name for value in op.results}
+    shared = wide | {name for name in made_of if len({op.name for op, _ in uses.get(name, ())}) > 1}
     makers: set[str] = set()
-    for name, uses in readers.items():
-        blocks = {container_of(op.module_path) for op, _ in uses} - {None}
-        if len(blocks) <= MANY or name in trained or not (name in producers or name in sources):
-            continue
-        before = _makers(name, graph)
-        if before is not None:
-            shared.add(name)
-            makers |= before
+    needed = set(shared)
+    for op in reversed(graph.ops):
+        if any(value.name in needed for value in op.results):
+            makers.add(op.name)
+            needed |= {value.name for value in op.operands}
     return frozenset(shared), frozenset(makers)
 
 
-def _makers(name: str, graph: IRGraph) -> set[str] | None:
-    """All operators a value comes from; None if a gradient reaches one of them, or it draws or updates something."""
-    producers = graph.producers()
-    found: set[str] = set()
-    waiting = [name]
-    while waiting:
-        made = producers.get(waiting.pop())
-        if made is None or made[0].name in found:
-            continue
-        op = made[0]
-        assert op.rule is not None
-        if op.rule.random or op.rule.updates or any(v.requires_grad for v in (*op.operands, *op.results)):
-            return None
-        found.add(op.name)
-        waiting += [value.name for value in op.operands]
+def _tables(graph: IRGraph) -> set[str]:
+    """The values that come from inputs and constants by operators without gradient, random numbers or updates."""
+    updated = {before.name for before, _ in graph.buffer_updates}
+    found = {value.name for value in graph.sources if not value.requires_grad and value.name not in updated}
+    for op in graph.ops:
+        if all(value.name in found for value in op.operands) and _is_pure(op):
+            found |= {value.name for value in op.results}
     return found
+
+
+def _is_pure(op: IROp) -> bool:
+    assert op.rule is not None
+    return not (op.rule.random or op.rule.updates or any(value.requires_grad for value in op.results))

@@ -7,8 +7,7 @@ from shardwright.policies.policy import NoOptions
 from shardwright.policies.registry import find_policy, policy_names, register_policy
 from shardwright.runtime.errors import PlanError
 
-KNOWN = "'data', 'dp', 'hybrid', 'pp', 'saved', 'tp'"
-UNAVAILABLE = {"autodist": "searching for a plan"}
+KNOWN = "'autodist', 'data', 'dp', 'hybrid', 'pp', 'saved', 'tp'"
 
 
 def my_policy(graph, config):
@@ -48,12 +47,6 @@ def test_registered_names():
 def test_refusals():
     assert refusal("dataa") == "there is no policy 'dataa'\n  try:   did you mean 'data'?"
     assert refusal("megatron") == f"there is no policy 'megatron'\n  try:   one of {KNOWN}"
-    for name, feature in UNAVAILABLE.items():
-        assert refusal(name) == (
-            f"policy {name!r} is not available yet\n"
-            f"  why:   this version has no support for {feature}\n"
-            f"  try:   one of {KNOWN}, or a function of your own"
-        )
     assert refusal(3) == (
         "pas_policy is the name of a policy, or a function of the graph and the config\n"
         "  why:   it is 3\n"

@@ -1,0 +1,151 @@
+"""Place a graph on one mesh: the best strategy of every operator over all axes at once, and how every parameter is stored.
+
+The problem is stated in :mod:`shardwright.policies.autodist.problem` and solved by :mod:`shardwright.policies.autodist.solver`.
+The result is a plan, with its cost, a bound that no plan of the space is below, and where the bound comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardwright.compiler.ops.strategy import Assignment
+from shardwright.compiler.plan.plan import Plan
+from shardwright.policies.autodist.formulation import Formulation, OpNode, StoreNode
+from shardwright.policies.autodist.problem import Pricing, formulate
+from shardwright.policies.autodist.request import PlacementRequest
+from shardwright.policies.autodist.solver.problem import Infeasible, Problem, Solution
+from shardwright.policies.autodist.solver.solve import solve
+from shardwright.runtime.layout import Layout
+
+
+@dataclass(frozen=True)
+class Space:
+    """What was searched: choices of operators and stores, the assignments they stand for, and the values whose copies were
+    restricted to fewer sets of layouts than their readers could want.
+    """
+
+    num_operators: int
+    num_choices: int
+    num_assignments: int
+    restricted: tuple[str, ...]
+
+    def __str__(self) -> str:
+        text = f"{self.num_assignments} assignments of {self.num_operators} operators ({self.num_choices} that differ)"
+        return f"{text}; copies of {len(self.restricted)} values restricted" if self.restricted else text
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A plan, and what is certain of it: ``cost_s`` seconds per step (without what pipelines add), of which no plan of the
+    ``space`` is below ``bound_s``, for the reason ``proof``. ``memory_bytes``: what the memory row counted, if there was one.
+    """
+
+    plan: Plan
+    cost_s: float
+    bound_s: float
+    proof: str
+    space: Space
+    memory_bytes: float | None
+    request: PlacementRequest
+    formulation: Formulation
+    choice: tuple[int, ...]
+
+    @property
+    def gap(self) -> float:
+        """How far above the bound the cost is, relative to the cost; 0 is proved optimal."""
+        return max(0.0, (self.cost_s - self.bound_s) / self.cost_s) if self.cost_s > 0 else 0.0
+
+
+def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Placement | Infeasible:
+    """The best placement found in the time of the request.
+
+    ``pricing``: shared by requests for one mesh, ranks, hardware and times, which then only pay for what is new.
+
+    Raises:
+        PlanError: the constraints name something that does not exist, or leave an operator nothing to do.
+    """
+    formulation = formulate(request, pricing)
+    solution = solve(formulation.problem, time_limit_s=request.time_limit_s)
+    if isinstance(solution, Infeasible):
+        return solution
+    return _placement(request, formulation, solution)
+
+
+def _placement(request: PlacementRequest, formulation: Formulation, solution: Solution) -> Placement:
+    choice = formulation.settle(solution.choice)
+    rows = formulation.problem.rows
+    return Placement(
+        plan_of(request, formulation, choice),
+        formulation.cost(choice),
+        solution.bound - formulation.slack,
+        solution.proof,
+        _space(formulation),
+        rows[0].used(choice) if rows else None,
+        request,
+        formulation,
+        choice,
+    )
+
+
+def plan_of(request: PlacementRequest, formulation: Formulation, choice: Sequence[int]) -> Plan:
+    """The plan that a choice says."""
+    strategies: dict[str, Assignment] = {}
+    stored: dict[str, Layout] = {}
+    for node, chosen in zip(formulation.nodes, choice, strict=True):
+        if isinstance(node, OpNode):
+            strategies[node.op.name] = node.menu.assignments[chosen]
+        elif isinstance(node, StoreNode):
+            assert node.value.fqn is not None
+            stored[node.value.fqn] = formulation.layouts[node.layouts[chosen]]
+    for fqn in request.constraints.stored:
+        layout = request.constraints.stored_layout(fqn)
+        assert layout is not None
+        stored.setdefault(fqn, layout)
+    outputs = {path: wish for path, wish in request.outputs.items() if wish != "sent"}
+    return Plan(request.mesh, strategies, stored, dict(request.inputs), outputs, "autodist", recompute=request.recompute)
+
+
+def alternatives(placement: Placement, op: str, *, time_limit_s: float | None = None) -> Mapping[str, float]:
+    """For every other choice of an operator, the seconds of the best plan that has it, by the choice in words; infinite where
+    there is none within the memory limit. Cheapest first.
+    """
+    formulation = placement.formulation
+    index = next(i for i, node in enumerate(formulation.nodes) if isinstance(node, OpNode) and node.op.name == op)
+    node = formulation.nodes[index]
+    assert isinstance(node, OpNode)
+    limit = placement.request.time_limit_s if time_limit_s is None else time_limit_s
+    found: dict[str, float] = {}
+    for chosen, assignment in enumerate(node.menu.assignments):
+        if chosen == placement.choice[index]:
+            found[in_words(assignment)] = placement.cost_s
+            continue
+        solution = solve(pinned(formulation.problem, index, chosen), time_limit_s=limit)
+        cost = float("inf") if isinstance(solution, Infeasible) else formulation.cost(formulation.settle(solution.choice))
+        found[in_words(assignment)] = cost
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def pinned(problem: Problem, node: int, choice: int) -> Problem:
+    """The problem with one choice made."""
+    only = np.full(len(problem.node_costs[node]), np.inf)
+    only[choice] = problem.node_costs[node][choice]
+    return replace(problem, node_costs=(*problem.node_costs[:node], only, *problem.node_costs[node + 1 :]))
+
+
+def in_words(assignment: Assignment) -> str:
+    """``dp=split:b tp=G``; ``R`` if every axis is."""
+    return " ".join(f"{axis}={strategy}" for axis, strategy in assignment.items()) or "R"
+
+
+def _space(formulation: Formulation) -> Space:
+    operators = [node for node in formulation.nodes if isinstance(node, OpNode)]
+    num_choices = sum(
+        len(cost)
+        for node, cost in zip(formulation.nodes, formulation.problem.node_costs, strict=True)
+        if isinstance(node, OpNode | StoreNode)
+    )
+    num_assignments = sum(node.menu.num_assignments for node in operators)
+    return Space(len(operators), num_choices, num_assignments, formulation.restricted)

@@ -31,6 +31,7 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Declaration, Program
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
+from shardwright.runtime.layout import ZERO
 
 PolicyFunction = Callable[[Any, ComputeConfig], Any]
 
@@ -107,6 +108,7 @@ def compile_graph(
         with manager.measure("policy"):
             plan = plan_of(policy(planned, config), policy_name)
     check_mesh(plan, config)
+    plan = replace(plan, zero=config.num_units // config.zero_ngroups if config.use_zero == 3 else 0)
     plan = replace(plan, outputs={**output_wishes(graph, config), **plan.outputs}, dims=_split_dims(planned, plan))
     check_names(planned, plan)
     if plan.recompute:
@@ -174,6 +176,12 @@ def check_mesh(plan: Plan, config: ComputeConfig) -> None:
             "the plan's mesh has another number of ranks than plan_ngpus",
             why=f"mesh {plan.mesh} has {plan.mesh.size}, plan_ngpus={config.plan_ngpus}",
             hint="make the product of the axes equal to plan_ngpus",
+        )
+    if ZERO in {axis for mesh in (plan.mesh, *(stage.mesh for stage in plan.stages)) for axis in mesh.names}:
+        raise PlanError(
+            f"no axis of a plan's mesh is called {ZERO!r}",
+            why="the axis of that name runs over units: along it ZeRO-3 stores parameters in pieces",
+            hint="give the axis another name",
         )
 
 

@@ -132,6 +132,10 @@ class Bucket:
             if divisor > 1:
                 self.gradients.div_(divisor)
             after(self.gradients)
+        elif self.is_local and divisor > 1:  # stored in pieces over all units: backward has brought the sum
+            for member in self.members:
+                if member.parameter.grad is not None:
+                    member.parameter.grad.detach().div_(divisor)
         if self._unused:
             for index in self._used_elsewhere():
                 self.members[index].parameter.grad = self._views[index]

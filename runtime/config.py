@@ -278,11 +278,11 @@ def _check_zero(config: ComputeConfig) -> None:
 
 
 def _check_available(config: ComputeConfig) -> None:
-    if config.use_zero == 3:
+    if config.use_zero == 3 and config.distributed_optimizer is not None:
         raise ConfigError(
-            "use_zero=3 is not available yet",
-            why="this version has no support for splitting parameters over the units",
-            hint="use_zero=2 splits gradients and optimizer state",
+            "distributed_optimizer is not available together with use_zero=3 yet",
+            why="it splits the optimizer state of whole parameters, and with stage 3 ranks hold pieces of the parameters",
+            hint="leave out distributed_optimizer, or use_zero=3",
         )
 
 

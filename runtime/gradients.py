@@ -16,7 +16,7 @@ from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, UsageError
 from shardwright.runtime.gradnorm import counts_here
 from shardwright.runtime.groups import RankMesh
-from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.layout import ZERO, Layout, Mesh
 from shardwright.runtime.reducer import Reducer
 from shardwright.runtime.world import current_world
 from shardwright.runtime.zero.build import sharded_buckets
@@ -64,10 +64,11 @@ class TrainedModel:
             for declaration, parameter in part.trained_parameters():
                 name, group = names[id(parameter)], groups[declaration.name]
                 is_counted = part.is_counted(declaration)
-                is_shared = declaration.name in part.shared
+                is_shared, over_units = declaration.name in part.shared, ZERO in declaration.layout.cut_axes
                 self._add(name, parameter, declaration.layout, part.ranks_of(declaration), group, is_counted, is_shared)
-                self._compiled[name] = parameter
-                if is_shared:
+                if not over_units:
+                    self._compiled[name] = parameter
+                if is_shared or (over_units and group.size > 1):
                     self._shared.append((name, parameter, group))
 
     def cut_parameters(self) -> Iterator[tuple[str, nn.Parameter, Layout]]:
@@ -76,7 +77,7 @@ class TrainedModel:
 
     def check_copies(self) -> None:
         """Compare, by checksums, the trained parameters of which several ranks hold copies that nothing else keeps equal:
-        ordinary ones on all ranks, compiled ones between units and between the pipeline stages that share them. Collective.
+        ordinary ones on all ranks, compiled ones between the units and pipeline stages that hold the same. Collective.
 
         Raises :class:`UsageError` naming the parameter and the ranks: trained on, the copies would stay different.
         """

@@ -105,6 +105,16 @@ class RankMesh:
             self._groups[key] = self.world.partition(groups, label)
         return self._groups[key]
 
+    def over_units(self, num_units: int) -> RankMesh:
+        """The same ranks of ``num_units`` neighbouring units together, with the axis ``zero`` over them. Collective.
+
+        What is stored in pieces over units refers to this mesh; its ``units`` are the groups of units that hold copies.
+        """
+        if num_units == 1:
+            return self
+        ranks = [unit * self.unit_size + rank for unit in range(num_units) for rank in self.ranks]
+        return RankMesh(self.mesh.over_units(num_units), self.world, ranks, num_units * self.unit_size)
+
     def alike(self, coords: Coords, axes: Iterable[str] = ()) -> tuple[int, ...]:
         """The unit ranks at ``coords``, and those that differ from it along ``axes`` only."""
         index, chosen = self.mesh.rank(coords), tuple(axes)

@@ -35,6 +35,9 @@ Size = Any
 Coords = Mapping[str, int]
 """A rank's index along each mesh axis."""
 
+ZERO = "zero"
+"""The axis that runs over units, outside of any mesh: ZeRO-3 stores parameters in pieces along it."""
+
 
 def piece(count: int, num_pieces: int, index: int) -> tuple[int, int]:
     """``(start, size)`` of piece ``index`` when ``count`` things are cut evenly; the first pieces get what is left over."""
@@ -78,6 +81,10 @@ class Mesh:
 
     def all_coords(self) -> Iterator[dict[str, int]]:
         return (self.coords(rank) for rank in range(self.size))
+
+    def over_units(self, num_units: int) -> Mesh:
+        """The mesh of ``num_units`` units together: with the axis ``zero``, outermost, if they are several."""
+        return Mesh(((ZERO, num_units), *self.axes)) if num_units > 1 else self
 
     def groups(self, axes: tuple[str, ...] | str) -> list[tuple[int, ...]]:
         """The rank groups that differ only along ``axes``, each in ascending order, in one order on all ranks."""

@@ -46,7 +46,7 @@ from shardwright.runtime.gathered_weights import WeightGathering
 from shardwright.runtime.gradnorm import counts_here
 from shardwright.runtime.groups import AxisGroup, RankMesh
 from shardwright.runtime.inputs import InputTable
-from shardwright.runtime.layout import Coords, Cut, Layout, Mesh
+from shardwright.runtime.layout import ZERO, Coords, Cut, Layout, Mesh
 from shardwright.runtime.ops.random import RngMode, RngState
 from shardwright.runtime.scope import Place, place
 from shardwright.runtime.weights import WeightFiles
@@ -58,8 +58,9 @@ class ParallelModule(CompiledModule):
 
     ``mesh``, ``rank``, ``inputs``, ``seed`` and ``rng_mode`` are set by the generated class: the mesh of a unit, the plan
     rank the file is for, the leaves of the arguments (see :mod:`shardwright.runtime.inputs`), and how random numbers are
-    drawn. ``gathers_weights``: some parameters are stored in pieces and used whole. With ``end2end`` the module is called by
-    :meth:`train_step` and :meth:`infer_step` only; ``arguments`` are those that a sample gives.
+    drawn. ``gathers_weights``: some parameters are stored in pieces and used whole; ``zero``: over how many units. With
+    ``end2end`` the module is called by :meth:`train_step` and :meth:`infer_step` only; ``arguments`` are those that a sample
+    gives.
 
     Constructing one is collective: all ranks of the world do it, in the same order. With ``init_params`` the tensors get
     the values the model was compiled with. Without, parameters and persistent buffers are uninitialised and wait for
@@ -76,6 +77,7 @@ class ParallelModule(CompiledModule):
     rng_mode: ClassVar[RngMode] = "fast"
     end2end: ClassVar[bool] = False
     gathers_weights: ClassVar[bool] = False
+    zero: ClassVar[int] = 1
     arguments: ClassVar[Sequence[str]] = ()
 
     _declarations: dict[str, Declaration]
@@ -85,6 +87,7 @@ class ParallelModule(CompiledModule):
     _inputs_compared: bool
     _in_step: bool = False
     _unit: Communicator
+    _stored_over_units: RankMesh
     _gathering: WeightGathering
     _device: torch.device
 
@@ -112,6 +115,13 @@ class ParallelModule(CompiledModule):
                 hint="let shardwright.parallelize or load_class choose the file of this rank",
             )
         self._unit = self.ranks.group(self.mesh.names)
+        if self.ranks.num_units % self.zero:
+            raise DistributedError(
+                f"{type(self).__name__} stores its parameters in pieces over {self.zero} units",
+                why=f"{world.size} ranks in units of {self.mesh.size} are {self.ranks.num_units} unit(s)",
+                hint=f"start a multiple of {self.zero * self.mesh.size} ranks, or compile for these with use_zero=3",
+            )
+        self._stored_over_units = self.ranks.over_units(self.zero)
 
     # What a generated ``declare`` calls
 
@@ -237,8 +247,8 @@ class ParallelModule(CompiledModule):
     # What a generated ``forward`` calls
 
     def axis(self, name: str) -> AxisGroup:
-        """The ranks of the unit that differ from this one along a mesh axis only."""
-        return self.ranks.axis(name)
+        """The ranks of the unit that differ from this one along a mesh axis only; for ``zero`` those of other units."""
+        return (self._stored_over_units if name == ZERO else self.ranks).axis(name)
 
     def gathered(
         self,
@@ -359,12 +369,12 @@ class ParallelModule(CompiledModule):
 
     def ranks_of(self, declaration: Declaration) -> RankMesh:
         """The mesh that the layout of a tensor refers to, and where on it this rank is."""
-        return self.ranks
+        return self._stored_over_units if ZERO in declaration.layout.cut_axes else self.ranks
 
     def gradient_groups(self) -> dict[str, Communicator]:
         """See :meth:`CompiledModule.gradient_groups`."""
         return {
-            declaration.name: self.ranks.group(declaration.layout.grad_partial, across_units=True)
+            declaration.name: self.ranks_of(declaration).group(declaration.layout.grad_partial, across_units=True)
             for declaration, _ in self.trained_parameters()
         }
 
@@ -406,6 +416,13 @@ class ParallelModule(CompiledModule):
                 raise CheckpointError(
                     f"the state dict of {type(self).__name__} is of another {title}",
                     why=f"it was saved with {title} {state[part]}, here it is {mine[part]}",
+                    hint=hint,
+                )
+        for name in sorted(state["places"].keys() & mine["places"].keys()):
+            if state["places"][name] != mine["places"][name]:
+                raise CheckpointError(
+                    f"the state dict of {type(self).__name__} holds another piece of {name!r}",
+                    why=f"it was saved at place {state['places'][name]} (mesh, rank on it), here is {mine['places'][name]}",
                     hint=hint,
                 )
         for name in sorted(state["layouts"].keys() & mine["layouts"].keys()):

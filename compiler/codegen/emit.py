@@ -132,6 +132,7 @@ class Writer:
             "imports": sorted_imports(self.imports | {"import torch"}),
             "dims": graph.dims and legend(graph.dims, program),
             "gathers_weights": self._gathers_weights(),
+            "zero": program.plan.zero,
         }
 
     def _need(self, *names: str) -> None:
@@ -266,7 +267,7 @@ class Writer:
         head = self._unpack(scope)
         body = self._statements(program, scope)
         body.append(Line(f"return {self._output(program.output, scope)}"))
-        lines = layout_lines([*head, *axis_lines(body, program.plan.mesh.names), *body], 8)
+        lines = layout_lines([*head, *axis_lines(body, program.plan.storage_mesh.names), *body], 8)
         return [line.removeprefix("    ") for line in lines]
 
     def _statements(self, program: Program, scope: Scope) -> list[Line]:
@@ -319,7 +320,7 @@ class Writer:
                 else:
                     self._imported |= {re.split(r"[ .]", statement)[-1] for statement in imports_of(instruction.op)}
                     self._imported |= {re.split(r"[ .]", statement)[1] for statement in imports_of(instruction.op)}
-        return RESERVED | self._imported | set(program.plan.mesh.names)
+        return RESERVED | self._imported | set(program.plan.storage_mesh.names)
 
     def _line(self, instruction: Instruction, scope: Scope, program: Program) -> Line:
         if isinstance(instruction, Adapt):
@@ -369,7 +370,7 @@ class Writer:
         if step.kind == "all_to_all":
             assert step.cut is not None and step.to_cut is not None
             words += [self._cut(step.cut), str(step.to_dim), self._cut(step.to_cut)]
-        elif step.cut is not None and not _is_plain(step.cut, self.program.plan.mesh.axis_size(step.axis), step.kind):
+        elif step.cut is not None and not _is_plain(step.cut, self.program.plan.storage_mesh.axis_size(step.axis), step.kind):
             words.append(f"cut={self._cut(step.cut)}")
         if step.backward not in (None, default):
             words.append(f'backward="{step.backward}"')
@@ -439,7 +440,7 @@ class Writer:
         if run.container:
             number = ", number ``layer``" if takes_layer else ""
             text.append(f'        """``block`` is one of ``{run.container[0] or "self"}``{number}."""')
-        text += layout_lines([*axis_lines(lines, program.plan.mesh.names), *lines], 8)
+        text += layout_lines([*axis_lines(lines, program.plan.storage_mesh.names), *lines], 8)
         self.methods[run.key] = _Method(name, text, takes_layer)
         return self.methods[run.key]
 

@@ -125,6 +125,7 @@ class _PipelineWriter(Writer):
             "imports": sorted_imports(self.imports | {"import torch"}),
             "dims": legend(dims, self.program) if dims else "",
             "gathers_weights": self._gathers_weights(),
+            "zero": plan.zero,
         }
 
     def _whole_inputs(self) -> list[tuple[str, str]]:
@@ -148,7 +149,7 @@ class _PipelineWriter(Writer):
         body.append(Line(f"return ({results}{',' if len(leaves) == 1 else ''})"))
         words = ["self", *arguments, *(["*", *symbols] if symbols else [])]
         head = [f"    {line}" for line in wrap(f"def {name}({', '.join(words)}):", 124)]
-        return [*head, *layout_lines([*axis_lines(body, program.plan.mesh.names), *body], 8)]
+        return [*head, *layout_lines([*axis_lines(body, program.plan.storage_mesh.names), *body], 8)]
 
     def _size_methods(self, program: PipelineProgram, ending: str) -> list[list[str]]:
         """``layouts`` and ``output_shapes``: what depends on the sizes of a sample, where these vary."""

@@ -68,6 +68,7 @@ MODULE_ATTRIBUTES = frozenset(dir(nn.Module)) | {
     "training",
     "update_buffer",
     "weights",
+    "zero",
 }
 """Attributes of a ParallelModule that a model's own top-level names may collide with."""
 

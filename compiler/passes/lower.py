@@ -9,7 +9,7 @@ between.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from shardwright.compiler.cost.communication import local_elements, steps_elements
@@ -25,18 +25,23 @@ from shardwright.compiler.plan.check import check_strategies
 from shardwright.compiler.plan.conversion import AdapterStep, canonical, convert
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Instruction, Program
-from shardwright.runtime.layout import Layout, Mesh
+from shardwright.compiler.plan.zero import cut_further, is_large, over_units
+from shardwright.runtime.layout import ZERO, Layout, Mesh
 
 
-def lower(graph: IRGraph, plan: Plan) -> Program:
-    """The program of ``graph`` under ``plan``. Raises :class:`PlanError` for strategies that its operators do not have."""
+def lower(graph: IRGraph, plan: Plan, whole_in_units: Set[str] = frozenset()) -> Program:
+    """The program of ``graph`` under ``plan``. ``whole_in_units``: parameters that ZeRO-3 does not cut.
+
+    Raises :class:`PlanError` for strategies that its operators do not have.
+    """
     check_strategies(graph, plan)
     graph = drop_outputs(graph, plan)
-    program = without_strided_views(_Lowering(graph, plan).run())
+    program = without_strided_views(_Lowering(graph, plan, whole_in_units).run())
     if graph.eval_graph is None:
         return program
     stored = {d.value.fqn: d.layout for d in program.declarations if d.value.fqn}
-    return replace(program, eval_program=lower(graph.eval_graph, replace(plan, stored={**plan.stored, **stored})))
+    own = replace(plan, stored={**plan.stored, **stored})
+    return replace(program, eval_program=lower(graph.eval_graph, own, whole_in_units))
 
 
 def drop_outputs(graph: IRGraph, plan: Plan) -> IRGraph:
@@ -60,16 +65,24 @@ Place = tuple[str, str | None]
 class _Lowering:
     graph: IRGraph
     plan: Plan
+    whole_in_units: Set[str] = frozenset()
     body: list[Instruction] = field(default_factory=list)
     produced: dict[str, Layout] = field(default_factory=dict)
     wanted: dict[str, list[Layout]] = field(default_factory=dict)
     routes: dict[str, Mapping[Layout, Route]] = field(default_factory=dict)
     versions: dict[str, dict[tuple[Layout, Place | None], IRValue]] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
+    _over_units: set[str] = field(default_factory=set)  # the parameters stored in pieces over the units
 
     @property
     def mesh(self) -> Mesh:
+        """What operators are split over."""
         return self.plan.mesh
+
+    @property
+    def storage_mesh(self) -> Mesh:
+        """What adapters work on: the same, and with ZeRO-3 the axis over units."""
+        return self.plan.storage_mesh
 
     def run(self) -> Program:
         graph, plan = self.graph, self.plan
@@ -117,11 +130,33 @@ class _Lowering:
             if stored is None and value.kind is ValueKind.PARAMETER:
                 stored = self.best_storage(value, wanted.get(value.name, []))
             layout = stored or updated.get(value.name) or Layout.whole(value.shape)
+            if self._is_stored_in_pieces(value):
+                layout = self._in_pieces(value, layout, wanted.get(value.name, []))
             if not value.requires_grad:
                 layout = replace(layout, grad_partial=())
             self.produced[value.name] = layout
             declarations.append(Declaration(value, layout))
         return tuple(declarations)
+
+    def _is_stored_in_pieces(self, value: IRValue) -> bool:
+        """Whether ZeRO-3 cuts it."""
+        if not self.plan.zero or value.kind is not ValueKind.PARAMETER or value.fqn in self.whole_in_units:
+            return False
+        return is_large(value)
+
+    def _in_pieces(self, value: IRValue, layout: Layout, uses: list[Layout]) -> Layout:
+        """The layout of a parameter under ZeRO-3: cut along the axes on which it is whole and its gradient a summand.
+
+        A frozen one has no gradient: there all its uses must have it so.
+        """
+        summed = layout.grad_partial if value.requires_grad else self.mesh.names
+        axes = [axis for axis in summed if all(use.placement(axis) == "G" for use in uses)] if uses else []
+        axes = [axis for axis in axes if self.mesh.axis_size(axis) > 1 and layout.placement(axis) in ("R", "G")]
+        if self.plan.zero > 1:
+            self._over_units.add(value.name)
+            axes += [] if ZERO in layout.cut_axes else [ZERO]  # a stage that shares it, or the training body, was first
+        kept = tuple(axis for axis in layout.grad_partial if axis not in axes)
+        return cut_further(replace(layout, grad_partial=kept), axes, self.storage_mesh) if axes else layout
 
     def best_storage(self, value: IRValue, uses: list[Layout]) -> Layout:
         """The layout of a parameter that costs its uses the least; gradient reductions count, ties go to the smaller one."""
@@ -147,19 +182,22 @@ class _Lowering:
 
     def _adapted(self, value: IRValue, target: Layout, op: IROp | None) -> IRValue:
         """The value in the layout a use needs, made now if it is not there yet."""
-        versions = self.versions.get(value.name)
-        if versions is None:
-            versions = self.versions[value.name] = {(self._canonical(value, self.produced[value.name]), None): value}
+        if value.name not in self.versions:
+            self.versions[value.name] = {(self._canonical(value, self.produced[value.name]), None): value}
+            wanted = [self._needed(value, layout) for layout in self.wanted[value.name]]
             self.routes[value.name] = routes(
-                self.produced[value.name], self.wanted[value.name], self.mesh, differentiable=value.requires_grad
+                self.produced[value.name], wanted, self.storage_mesh, differentiable=value.requires_grad
             )
-        goal = self._canonical(value, target)
+        return self._version(value, self._canonical(value, self._needed(value, target)), op)
+
+    def _version(self, value: IRValue, goal: Layout, op: IROp | None) -> IRValue:
+        versions = self.versions[value.name]
         place = (op.module_path, op.region) if op else ("", None)
         found = versions.get((goal, None), versions.get((goal, place)))
         if found is not None:
             return found
         route = self.routes[value.name][goal]
-        start = self._adapted(value, route.start, op)
+        start = self._version(value, route.start, op)
         is_everywhere = (route.start, None) in versions
         for step in route.steps:
             result = replace(value, name=self._fresh_name(value, step), kind=ValueKind.ACTIVATION, fqn=None)
@@ -170,8 +208,12 @@ class _Lowering:
         versions[goal, None if is_everywhere else place] = start
         return start
 
+    def _needed(self, value: IRValue, target: Layout) -> Layout:
+        """What a use needs, on the mesh that adapters work on."""
+        return over_units(target) if value.name in self._over_units else target
+
     def _canonical(self, value: IRValue, layout: Layout) -> Layout:
-        return canonical(layout, self.mesh, differentiable=value.requires_grad)
+        return canonical(layout, self.storage_mesh, differentiable=value.requires_grad)
 
     def _fresh_name(self, value: IRValue, step: AdapterStep) -> str:
         words = {

@@ -7,7 +7,7 @@ can send home exactly what its counterpart needs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from shardwright.compiler.ir.graph import IRGraph
@@ -40,16 +40,13 @@ def lower_stages(graph: IRGraph, plan: Plan) -> PipelineProgram:
     _check_updated_buffers((*cut, *eval_cut))
     holders = _holders((*cut, *eval_cut))
     stored = _stored_by_mesh(plan, holders)
-    program = _lower_body(graph, plan, cut, stored)
-    if body is not None:
-        program = replace(program, eval_program=_lower_body(body, plan, eval_cut, stored))
     several = {fqn: {plan.stages[index].mesh for index in found} for fqn, found in holders.items() if len(found) > 1}
     shared = {fqn: holders[fqn] for fqn, meshes in several.items() if len(meshes) == 1}
-    owned = {
-        fqn: {index: stored[plan.stages[index].mesh][fqn] for index in holders[fqn]}
-        for fqn, meshes in several.items()
-        if len(meshes) > 1
-    }
+    copied = several.keys() - shared.keys()
+    program = _lower_body(graph, plan, cut, stored, copied)
+    if body is not None:
+        program = replace(program, eval_program=_lower_body(body, plan, eval_cut, stored, copied))
+    owned = {fqn: {index: stored[plan.stages[index].mesh][fqn] for index in holders[fqn]} for fqn in copied}
     return replace(program, shared=shared, owned=owned)
 
 
@@ -80,8 +77,14 @@ def _stored_by_mesh(plan: Plan, holders: Mapping[str, tuple[int, ...]]) -> Store
     }
 
 
-def _lower_body(graph: IRGraph, plan: Plan, stages: tuple[StageGraph, ...], stored: Stored) -> PipelineProgram:
-    """The programs of the stages of training, or of evaluation. What they hold is added to ``stored``."""
+def _lower_body(
+    graph: IRGraph, plan: Plan, stages: tuple[StageGraph, ...], stored: Stored, copied: Set[str]
+) -> PipelineProgram:
+    """The programs of the stages of training, or of evaluation. What they hold is added to ``stored``.
+
+    ``copied``: the parameters of which stages with unequal meshes hold copies. They are sent between the ranks of a unit, so
+    ZeRO-3 leaves them whole in each unit.
+    """
     made: dict[str, Layout] = {}
     for stage in stages:
         check_strategies(stage.graph, replace(plan, mesh=plan.stages[stage.index].mesh))
@@ -93,7 +96,7 @@ def _lower_body(graph: IRGraph, plan: Plan, stages: tuple[StageGraph, ...], stor
     programs = []
     for stage in stages:
         own = stored[plan.stages[stage.index].mesh]
-        program = _lower_stage(stage, replace(plan, stored=own), crossings)
+        program = _lower_stage(stage, replace(plan, stored=own), crossings, copied)
         programs.append(program)
         for declaration in program.declarations:
             if declaration.value.fqn is not None:
@@ -162,14 +165,14 @@ def _volume(box: tuple[tuple[int, int], ...]) -> int:
     return volume
 
 
-def _lower_stage(stage: StageGraph, plan: Plan, crossings: list[Crossing]) -> Program:
+def _lower_stage(stage: StageGraph, plan: Plan, crossings: list[Crossing], copied: Set[str]) -> Program:
     received = {c.value.name: c.received.layout for c in crossings if c.target == stage.index}
     sent = {c.value.name: c.sent.layout for c in crossings if c.source == stage.index}
     outputs: dict[str, Layout | str | None] = {str(i): sent[value.name] for i, (value, _) in enumerate(stage.sends)}
     for i, (path, _) in enumerate(stage.outputs, start=len(stage.sends)):
         outputs[str(i)] = plan.outputs.get(path, "whole")
     own = replace(plan, mesh=plan.stages[stage.index].mesh, inputs=received, outputs=outputs, stages=())
-    return lower(stage.graph, own)
+    return lower(stage.graph, own, copied)
 
 
 def _crossing(value: IRValue, source: int, stage: StageGraph, made: dict[str, Layout], plan: Plan) -> Crossing:

@@ -9,7 +9,7 @@ from shardwright.compiler.plan.program import Adapt, Program
 
 def print_program(program: Program) -> str:
     """One line per declaration and instruction, with layouts."""
-    lines = [f"program {program.graph.name} on {program.plan.mesh}"]
+    lines = [f"program {program.graph.name} on {program.plan.storage_mesh}"]
     lines += [f"  {declaration.value.name}: {declaration.layout}" for declaration in program.declarations]
     for instruction in program.body:
         if isinstance(instruction, Adapt):

@@ -8,12 +8,14 @@ place of tensors and re-derives all of it independently of the pass that made it
 
 from __future__ import annotations
 
-from shardwright.compiler.ir.value import IRValue
+from dataclasses import replace
+
+from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.strategy import allowed, layouts
 from shardwright.compiler.plan.conversion import GATHERS, SLICES, AdapterStep, canonical, cut_sizes
 from shardwright.compiler.plan.program import Adapt, Compute, Program
 from shardwright.runtime.errors import InternalError
-from shardwright.runtime.layout import Layout
+from shardwright.runtime.layout import ZERO, Layout
 
 # (kind, backward) -> the placement letters it may go between
 TABLE = {
@@ -46,7 +48,11 @@ class _Walk:
     """
 
     def __init__(self, program: Program) -> None:
-        self.program, self.mesh = program, program.plan.mesh
+        self.program = program
+        self.mesh, self.storage_mesh = program.plan.mesh, program.plan.storage_mesh
+        # Units run the program on batches of their own: whatever they store together is whole where it is used, and its
+        # gradient a summand.
+        self.over_units = {d.value.name for d in program.declarations if ZERO in d.layout.cut_axes}
         self.held: dict[str, Layout] = {}
         self.origin: dict[str, str] = {}
 
@@ -55,6 +61,8 @@ class _Walk:
         for declaration in program.declarations:
             if declaration.layout.partial:
                 raise InternalError(f"{declaration.value.name} is stored partial: {declaration.layout}")
+            if ZERO in declaration.layout.cut_axes and declaration.value.kind is not ValueKind.PARAMETER:
+                raise InternalError(f"{declaration.value.name} is no parameter and stored over units: {declaration.layout}")
             self.define(declaration.value, declaration.layout)
         for value in program.graph.inputs:
             self.define(value, program.input_layouts[value.name])
@@ -80,11 +88,13 @@ class _Walk:
         return self.canonical(self.held[value.name], value)
 
     def canonical(self, layout: Layout, value: IRValue) -> Layout:
-        return canonical(layout, self.mesh, differentiable=value.requires_grad)
+        return canonical(layout, self.storage_mesh, differentiable=value.requires_grad)
 
     def require(self, value: IRValue, original: IRValue, needed: Layout, reader: str, where: str | None = None) -> None:
         """``reader`` gets a version of the right value, in the layout it needs."""
         held = self.now(value)
+        if original.name in self.over_units:
+            needed = replace(needed, grad_partial=(*needed.grad_partial, ZERO))
         if self.origin[value.name] != original.name:
             raise InternalError(f"{reader} needs {original.name} and gets {self.origin[value.name]}", where=where)
         if held != self.canonical(needed, original):
@@ -114,7 +124,7 @@ class _Walk:
         blur = str.maketrans("G", "R") if not value.requires_grad else {}  # without a gradient R and G are one
         if [x.translate(blur) for x in known] != [x.translate(blur) for x in letters]:
             raise InternalError(f"{name} (backward {step.backward}) goes from {letters[0]} to {letters[1]} on {step.axis}")
-        for axis in self.mesh.names:
+        for axis in self.storage_mesh.names:
             if axis != step.axis and step.before.placement(axis) != step.after.placement(axis):
                 raise InternalError(f"{name} on {step.axis} changes {axis}")
         if step.before == step.after:
@@ -129,7 +139,11 @@ class _Walk:
         if step.kind in SLICES:
             cut = [(step.after, step.dim, step.cut)]
         for layout, dim, sizes in joined + cut:
-            if dim is None or step.axis not in layout.dim_axes(dim) or sizes != cut_sizes(layout, dim, step.axis, self.mesh):
+            if (
+                dim is None
+                or step.axis not in layout.dim_axes(dim)
+                or sizes != cut_sizes(layout, dim, step.axis, self.storage_mesh)
+            ):
                 raise InternalError(f"{name} cuts dim {dim} as {sizes}, its layout is {layout}")
 
     def check_outputs(self) -> None:

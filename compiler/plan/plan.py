@@ -90,6 +90,9 @@ class Plan:
 
     With ``stages`` the plan is a pipeline: ``mesh`` then counts all ranks, and strategies speak of the axes of the stages'
     meshes. ``schedule`` names the order of forwards and backwards of ``num_microbatches`` samples.
+
+    ``zero``: over how many units ZeRO-3 stores parameters in pieces (see :mod:`shardwright.compiler.plan.zero`); 0 without
+    it. The config decides it, not the policy.
     """
 
     mesh: Mesh
@@ -106,6 +109,12 @@ class Plan:
     recompute: tuple[str, ...] = ()
     dims: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     certificate: Certificate | None = None
+    zero: int = 0
+
+    @property
+    def storage_mesh(self) -> Mesh:
+        """The mesh on which tensors are stored: the plan's own, with ZeRO-3 that of several units."""
+        return self.mesh.over_units(self.zero)
 
     def stage_mesh(self, stage: int) -> Mesh:
         """The mesh of a stage; the plan's own without stages."""
@@ -129,6 +138,7 @@ class Plan:
             "outputs": {path: layout(item) for path, item in self.outputs.items()},
             "notes": [vars(note) for note in self.notes],
             "recompute": list(self.recompute),
+            **({"zero": self.zero} if self.zero else {}),
             **(
                 {
                     "stages": [stage.to_json() for stage in self.stages],
@@ -162,6 +172,7 @@ class Plan:
             tuple(data.get("recompute", ())),
             data.get("dims", {}),
             Certificate.from_json(data["certificate"]) if "certificate" in data else None,
+            data.get("zero", 0),
         )
 
     def dumps(self) -> str:

@@ -36,6 +36,7 @@ def header(directory: Path, manifest: Manifest, plan: Plan) -> RenderableType:
         ("model", manifest.class_name),
         ("policy", plan.policy),
         ("mesh", f"{plan.mesh}, {units} unit{'s' if units != 1 else ''}"),
+        *([("zero", f"parameters in pieces over {plan.zero} units")] if plan.zero > 1 else []),
         ("made by", f"shardwright {manifest.shardwright_version}, torch {manifest.torch_version}"),
         ("files", str(directory)),
     ]

@@ -61,7 +61,7 @@ from shardwright.runtime.errors import CheckpointError, InputError, UsageError
 from shardwright.runtime.gradnorm import counts_here
 from shardwright.runtime.groups import UNITS, AxisGroup, RankMesh
 from shardwright.runtime.inputs import InputTable
-from shardwright.runtime.layout import Mesh
+from shardwright.runtime.layout import ZERO, Mesh
 from shardwright.runtime.manifest import Manifest
 from shardwright.runtime.messages import STAGES, Messages
 from shardwright.runtime.module import ParallelModule, generated_directory
@@ -107,6 +107,7 @@ class PipelineModule(ParallelModule):
 
     in_flight: InFlight
     _stage_ranks: tuple[RankMesh, ...]
+    _stages_over_units: tuple[RankMesh, ...]
     _of_all_stages: tuple[Declaration, ...]
     _running: int
     _base_microbatch: int
@@ -148,6 +149,8 @@ class PipelineModule(ParallelModule):
                 made[stage] = RankMesh(stage.mesh, world, stage.ranks, self.mesh.size)
         self._stage_ranks = tuple(made[stage] for stage in self.stages)
         self._copies = Copies(self.rank, self.owned, self.stages, self._stage_ranks)
+        over_units = {stage: ranks.over_units(self.zero) for stage, ranks in made.items()}
+        self._stages_over_units = tuple(over_units[stage] for stage in self.stages)
 
     def _connect(self) -> None:
         """Learn what the peers of this rank do, and connect to them. Collective."""
@@ -179,8 +182,9 @@ class PipelineModule(ParallelModule):
     # What generated code calls
 
     def axis(self, name: str, stage: int | None = None) -> AxisGroup:
-        """The ranks of a stage that differ from this one along a mesh axis only; by default of the stage that runs."""
-        return self._stage_ranks[self._running if stage is None else stage].axis(name)
+        """The ranks of a stage that differ from this one along an axis only; by default of the stage that runs."""
+        ranks = self._stages_over_units if name == ZERO else self._stage_ranks
+        return ranks[self._running if stage is None else stage].axis(name)
 
     def output(self, leaves: Mapping[str, Any]) -> Any:
         """The result of the whole module from its leaves by path. Defined by the generated class."""
@@ -374,7 +378,12 @@ class PipelineModule(ParallelModule):
 
     def ranks_of(self, declaration: Declaration) -> RankMesh:
         """See :meth:`CompiledModule.ranks_of`."""
-        return self._stage_ranks[min(self.segments) if declaration.stage is None else declaration.stage]
+        return self._stage_of(declaration, min(self.segments) if declaration.stage is None else declaration.stage)
+
+    def _stage_of(self, declaration: Declaration, stage: int) -> RankMesh:
+        """The ranks of a stage, on the mesh that the layout of a tensor refers to."""
+        ranks = self._stages_over_units if ZERO in declaration.layout.cut_axes else self._stage_ranks
+        return ranks[stage]
 
     def is_copy(self, declaration: Declaration) -> bool:
         """See :meth:`CompiledModule.is_copy`."""
@@ -389,11 +398,11 @@ class PipelineModule(ParallelModule):
         wanted: dict[str, tuple[tuple[int, ...], str]] = {}
         for declaration, _ in self.trained_parameters():
             home, axes = self.ranks_of(declaration), declaration.layout.grad_partial
-            holders = [self._stage_ranks[stage] for stage in self.shared.get(declaration.name, ())] or [home]
+            holders = [self._stage_of(declaration, stage) for stage in self.shared.get(declaration.name, ())] or [home]
             assert all(ranks.mesh == home.mesh for ranks in holders), f"{declaration.name} is shared by unequal meshes"
             members = [rank for ranks in holders for rank in ranks.alike(home.coords, axes)]
             label = "+".join([*axes, *([STAGES] if len(holders) > 1 else []), UNITS])
-            wanted[declaration.name] = (self.ranks.world_ranks(members), label)
+            wanted[declaration.name] = (home.world_ranks(members), label)
         # Ranks hold different parameters, but all of them make all groups, in one order.
         world = self.ranks.world
         listed = world.all_gather_object(sorted({ranks for ranks, _ in wanted.values()}))
@@ -411,7 +420,8 @@ class PipelineModule(ParallelModule):
         stages = self.shared.get(declaration.name)
         if self.is_copy(declaration):
             return False
-        return counts_here(declaration.layout, self._stage_ranks[stages[0]] if stages else self.ranks_of(declaration))
+        ranks = self._stage_of(declaration, stages[0]) if stages else self.ranks_of(declaration)
+        return counts_here(declaration.layout, ranks)
 
     def get_extra_state(self) -> dict[str, Any]:
         """See :meth:`ParallelModule.get_extra_state`; also the stages, with their meshes and ranks, and which tensors are

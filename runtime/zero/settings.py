@@ -17,7 +17,8 @@ class ReductionSettings:
     """What a reducer and a distributed optimizer do.
 
     ``divisor``: the number of units where gradients are averaged over them, else 1. ``bucket_cap_mb``: MiB of gradients in a
-    bucket. ``asynchronous``: buckets are reduced while backward runs. ``stage``: of ZeRO, 0 without. ``num_groups``: of ranks
+    bucket. ``asynchronous``: buckets are reduced while backward runs. ``stage``: of ZeRO, as far as the optimizer takes part in
+    it: 0 without, and with stage 3, where the parameters themselves lie in pieces on the ranks. ``num_groups``: of ranks
     that split the state among themselves. ``scatters``: gradients go to the ranks that need them only. ``table``: the options
     of the distributed optimizer, without which nothing changes its dtype and parameters and gradients lie as they always do.
     """
@@ -35,7 +36,8 @@ class ReductionSettings:
         """What ``config`` asks for, or what holds without one."""
         if config is None:
             return cls()
-        stage, table, cap_mb = config.zero_stage, config.optimizer_table, config.reducer_bucket_cap_mb
+        stage = 0 if config.zero_stage == 3 else config.zero_stage
+        table, cap_mb = config.optimizer_table, config.reducer_bucket_cap_mb
         if table is not None:
             cap_mb = table.bucket_cap_mb
         return cls(

@@ -90,11 +90,11 @@ REFUSALS = {
         "  why:   ZeRO splits optimizer state, and there is none\n"
         "  try:   leave out use_zero, or inference_only",
     ),
-    "stage 3 is not there yet": (
-        {"use_zero": 3},
-        "use_zero=3 is not available yet\n"
-        "  why:   this version has no support for splitting parameters over the units\n"
-        "  try:   use_zero=2 splits gradients and optimizer state",
+    "stage 3 with the options of a distributed optimizer": (
+        {"use_zero": 3, "distributed_optimizer": {}},
+        "distributed_optimizer is not available together with use_zero=3 yet\n"
+        "  why:   it splits the optimizer state of whole parameters, and with stage 3 ranks hold pieces of the parameters\n"
+        "  try:   leave out distributed_optimizer, or use_zero=3",
     ),
     "an unknown option of the distributed optimizer": (
         {"distributed_optimizer": {"bucket_cap": 1}},

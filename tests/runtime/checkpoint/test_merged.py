@@ -9,6 +9,7 @@ import pytest
 import torch
 from mlp_files import make_batch, make_model, write_files
 from mlp_training import Mixed
+from precision import float64_casts
 from torch import Tensor, nn
 
 import shardwright
@@ -339,3 +340,51 @@ def test_state_of_another_shape_than_the_piece_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"the optimizer state 'rows' of 'layers.0.weight' cannot be saved"):
         shardwright.merge_state_dicts(modules, optimizers)
     assert current_world().size == 1
+
+
+def test_parameters_in_pieces_over_units(tmp_path):
+    """Merged from all ranks it is what one device has, deduped it goes back, and each piece is kept once."""
+    plan = ("tp+zero3", 2, 4)
+
+    def rank():
+        trainer = c.trainer("gpt2", plan)
+        trainer.steps(range(2))
+        full = copy.deepcopy((trainer.module.state_dict(), trainer.optimizer.state_dict()))
+        deduped = copy.deepcopy(shardwright.deduped_state_dict(trainer.module, trainer.optimizer))
+        expected = trainer.step(2), c.state_of(trainer.module)
+        shardwright.load_deduped_state_dict(trainer.module, deduped[0], trainer.optimizer, deduped[1])
+        assert torch.equal(trainer.step(2), expected[0])
+        c.assert_same(c.state_of(trainer.module), expected[1])
+        return *full, *deduped
+
+    modules, optimizers, deduped, deduped_optimizers = zip(*c.on("gpt2", plan, rank), strict=True)
+    reference = c.original("gpt2")
+    with float64_casts():
+        reference.steps(range(2))
+    for states in ((modules, optimizers), (deduped, deduped_optimizers)):
+        merged, optimizer = shardwright.merge_state_dicts(*states)
+        c.assert_same(dict(merged), reference.module.state_dict(), TOLERANCE)
+        other = c.original("gpt2")
+        other.optimizer.load_state_dict(optimizer)
+        c.assert_same(c.optimizer_tensors(other.optimizer), c.optimizer_tensors(reference.optimizer), TOLERANCE)
+    elements = sum(value.numel() for state in deduped for value in state.values() if isinstance(value, Tensor))
+    tensors = {id(value): value for value in reference.module.state_dict(keep_vars=True).values()}
+    tied = sum(value.numel() for name, value in deduped[0].items() if name == "lm_head.weight")  # under both names
+    assert elements == sum(x.numel() for x in tensors.values()) + tied * len(modules)
+
+
+def test_a_piece_of_another_unit_is_refused():
+    plan = ("dp+zero3", 1, 2)
+    states = c.on("gpt2", plan, lambda: copy.deepcopy(c.trainer("gpt2", plan).module.state_dict()))
+
+    def rank():
+        module = c.trainer("gpt2", plan).module
+        with pytest.raises(CheckpointError) as error:
+            module.load_state_dict(states[1 - current_world().rank])
+        return str(error.value)
+
+    assert c.on("gpt2", plan, rank)[0] == (
+        "the state dict of GPT2LMHeadModel holds another piece of 'lm_head.weight'\n"
+        "  why:   it was saved at place [[['zero', 2]], 1] (mesh, rank on it), here is [[['zero', 2]], 0]\n"
+        "  try:   load it where it was saved, or merge the state dicts of all ranks and load the merged one"
+    )

@@ -23,6 +23,8 @@ TOLERANCE = 1e-10
 GPT2_TOUR = [("dp", 1, 4), ("tp", 2, 4), ("data", 4, 4), ("tp", 4, 4), ("dp", 1, 1)]
 """Copies on 4 ranks, 2 x 2, a batch over 4, all cut over 4, one device."""
 RESNET_TOUR = [("data", 2, 2), ("dp", 1, 1), ("data", 3, 3)]
+ZERO_TOUR = [("dp+zero3", 1, 2), ("tp", 2, 2), ("tp+zero3", 2, 4), ("data+zero3", 2, 4), ("dp", 1, 1), ("dp+zero3", 1, 3)]
+"""Into pieces over units, and out of them again."""
 
 
 def saved(name, plan, directory, *, steps=2, more=2, **options):
@@ -52,7 +54,10 @@ def resumed(name, plan, directory, *, steps=2, more=2, **options):
     return c.on(name, plan, rank)
 
 
-@pytest.mark.parametrize(("name", "plan"), [("gpt2", ("tp", 2, 4)), ("gpt2-uneven", ("tp", 4, 4)), ("resnet", ("data", 2, 2))])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [("gpt2", ("tp", 2, 4)), ("gpt2-uneven", ("tp", 4, 4)), ("resnet", ("data", 2, 2)), ("gpt2", ("tp+zero3", 2, 4))],
+)
 def test_resume_is_exact_under_the_same_plan(tmp_path, name, plan):
     expected = saved(name, plan, tmp_path)
     for (losses, state, optimizer), (other_losses, other_state, other_optimizer) in zip(
@@ -63,7 +68,7 @@ def test_resume_is_exact_under_the_same_plan(tmp_path, name, plan):
         c.assert_same(optimizer, other_optimizer)
 
 
-@pytest.mark.parametrize(("name", "tour"), [("gpt2", GPT2_TOUR), ("resnet-uneven", RESNET_TOUR)])
+@pytest.mark.parametrize(("name", "tour"), [("gpt2", GPT2_TOUR), ("resnet-uneven", RESNET_TOUR), ("gpt2-uneven", ZERO_TOUR)])
 def test_a_tour_of_plans_ends_where_one_device_does(tmp_path, name, tour):
     reference = c.original(name)
     with float64_casts():

@@ -1,0 +1,49 @@
+"""ZeRO-3: parameters stored in pieces over the units, on top of what the plan stores in pieces anyway.
+
+Units run copies of the program on batches of their own, so along them every parameter is used whole and its gradient is a
+summand: G. Stored S over the units, as if they were one more mesh axis, it is gathered before its uses, and its gradient
+arrives reduce-scattered: what is left to the reducer are the groups of units that hold copies. The same holds for the axes of
+the plan on which a parameter is G.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+from shardwright.compiler.ir.value import IRValue
+from shardwright.runtime.layout import ZERO, Layout, Mesh
+
+LARGE_VECTOR = 2**16
+"""Vectors of fewer elements stay whole: norms and biases are a thousandth of a model, and each would be a collective."""
+
+NEARLY_BEST = 1.1
+"""Among the ways to cut a tensor whose largest pieces are at most this much above the smallest, the first dim is taken."""
+
+
+def is_large(value: IRValue) -> bool:
+    """Whether it is worth cutting: matrices and what has more dims, and large vectors."""
+    return len(value.shape) > 1 or prod(value.shape) >= LARGE_VECTOR
+
+
+def cut_further(layout: Layout, axes: Sequence[str], mesh: Mesh) -> Layout:
+    """``layout`` with ``axes`` cutting too, as the minor ones of the atom where that gives the smallest pieces.
+
+    Of dims that do about as well the first one is taken: its pieces lie end to end, so that they are gathered in place.
+    """
+    layout = layout.normalized()
+    first = dict.fromkeys(mesh.names, 0)  # its pieces are the largest
+    found = []
+    for dim, atoms in enumerate(layout.dims):
+        for position, atom in enumerate(atoms):
+            cut = replace(atom, axes=(*atom.axes, *axes))
+            candidate = layout.with_dim(dim, (*atoms[:position], cut, *atoms[position + 1 :]))
+            found.append((prod(candidate.local_shape(mesh, first)), candidate))
+    smallest = min(size for size, _ in found)
+    return next(candidate for size, candidate in found if size <= NEARLY_BEST * smallest)
+
+
+def over_units(layout: Layout) -> Layout:
+    """Where a tensor stored over the units is used: whole, its gradient a summand."""
+    return replace(layout, grad_partial=tuple(sorted({*layout.grad_partial, ZERO})))

@@ -84,6 +84,7 @@ class BodyMemory:
         self.nodes: list[_Node] = []
         self.regions: list[_Region] = []
         self.outputs: list[int] = []
+        self.deferred: dict[int, int] = {}  # bytes of gradients that a split backward notes, by storage
 
     # ------------------------------------------------------------------------------------------------ forward
 
@@ -199,6 +200,9 @@ class BodyMemory:
         for g in incoming:  # the engine lets go of what came in before it hands out the results
             if g is not None:
                 self.ledger.release(g[1])
+        wanted = [node.operand_names[operand] in self.sources for operand in found.wanted]
+        if any(wanted) and not all(wanted):
+            self.deferred.update({g[1]: g[0].num_bytes for g in incoming if g is not None})
         for number in made:
             self.ledger.drop_unheld(number)
         for operand, form, storage in results:

@@ -276,14 +276,25 @@ class _Messages:
 @dataclass(frozen=True)
 class _StageMemory:
     """Of one microbatch, beyond what is there before its action: ``held`` from forward to backward, ``outputs`` from then to
-    the end of the step, and the most while each runs.
+    the end of the step, the most while each runs, and what a split backward notes between its parts (``deferred``).
     """
 
     held: Mapping[str, int]
     outputs: int
     forward: Moment
     backward: Moment
+    deferred: int
     messages: _Messages
+
+    def moment(self, kind: ActionKind) -> Moment:
+        """The most while an action runs. A split backward keeps what was saved, and notes gradients for its second part."""
+        if kind is ActionKind.FORWARD:
+            return self.forward
+        if kind is ActionKind.BACKWARD:
+            return self.backward
+        totals = dict(self.backward.by_category)
+        totals["activation"] = self.held.get("activation", 0) + self.deferred
+        return Moment(sum(totals.values()), totals, self.backward.name)
 
 
 def _position_memory(
@@ -357,13 +368,15 @@ def _stage_memory(
             roots[value.name] = form, ledger.hold(ledger.new(form.num_bytes, "temporary"))
     if not sent or not roots:
         roots = books.roots(body_program, body)
+    arrived += [ledger.hold(storage) for _, storage in roots.values()]  # the executor holds them until its action is done
     body.backward(roots)
     backward = ledger.peak.beyond(before)
     body.finish()
     for storage in arrived:
         ledger.release(storage)
     assumed |= body.inexact
-    return _StageMemory(held, outputs, forward, backward, _messages(program, index))
+    deferred = sum(body.deferred.values())
+    return _StageMemory(held, outputs, forward, backward, deferred, _messages(program, index))
 
 
 def _messages(program: PipelineProgram, index: int) -> _Messages:
@@ -384,7 +397,7 @@ def _schedule_peak(base: Mapping[str, int], stages: Mapping[int, _StageMemory], 
     actions = [action for action in actions if action.kind in _COMPUTES]
     received = [stages[action.stage].messages.received_by(action.kind) for action in actions]
     in_flight = dict.fromkeys(stages, 0)
-    kept = 0
+    noted = kept = 0
     peak = Moment(sum(base.values()), base)
     for position, action in enumerate(actions):
         stage = stages[action.stage]
@@ -393,8 +406,9 @@ def _schedule_peak(base: Mapping[str, int], stages: Mapping[int, _StageMemory], 
             own = index == action.stage and action.kind is not ActionKind.FORWARD
             _add(totals, stages[index].held, count - own)
         posted = [num_bytes for num_bytes in received[position + 1 :] if num_bytes][:RECEIVED_AHEAD]
-        _add(totals, {"activation": kept, "communication": sum(posted)}, 1)
-        moment = stage.forward if action.kind is ActionKind.FORWARD else stage.backward
+        waiting = noted - stage.deferred * (action.kind is ActionKind.WEIGHT_GRADIENT)
+        _add(totals, {"activation": kept + waiting, "communication": sum(posted)}, 1)
+        moment = stage.moment(action.kind)
         _add(totals, moment.by_category, 1)
         total = sum(totals.values())
         if total > peak.num_bytes:
@@ -404,9 +418,11 @@ def _schedule_peak(base: Mapping[str, int], stages: Mapping[int, _StageMemory], 
         elif action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT):
             in_flight[action.stage] -= 1
             kept += stage.outputs
+        noted += stage.deferred * _NOTES.get(action.kind, 0)
     return peak
 
 
+_NOTES = {ActionKind.INPUT_GRADIENT: 1, ActionKind.WEIGHT_GRADIENT: -1}
 _COMPUTES = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
 
 

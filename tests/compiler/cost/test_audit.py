@@ -1,0 +1,159 @@
+"""Costs of whole programs: sums without stages, streams beside each other, simulated schedules."""
+
+import itertools
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import zoo
+from plans import traced
+
+from shardwright.compiler.compile import Compiled, compile_graph
+from shardwright.compiler.cost.adapters import reduction_s, step_time
+from shardwright.compiler.cost.audit import PlanCost, audit
+from shardwright.compiler.cost.hardware import Device, Hardware, Tier
+from shardwright.compiler.cost.local import local_bytes, local_call
+from shardwright.compiler.cost.operators import OperatorTimes, OpTime, call_key, op_time, optimizer_s
+from shardwright.compiler.ir.value import ValueKind
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.program import Adapt, Program
+from shardwright.policies.registry import find_policy
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import ConfigError
+
+RATES = dict.fromkeys(("float64", "float32"), 1e9)
+HARDWARE = Hardware("toy", Device("toy", 10**9, RATES, 1e9, 1e-6), (Tier("link", (8,), 1e-5, 1e8),))
+
+
+def compiled(policy: str, plan: int, runtime: int | None = None, **fields: Any) -> tuple[Compiled, ComputeConfig]:
+    entry = zoo.get("gpt2")
+    recompute = fields.pop("recompute", ())
+    config = ComputeConfig(plan_ngpus=plan, runtime_ngpus=runtime or plan, use_end2end=True, **fields)
+
+    def apply(graph: Any, config: ComputeConfig) -> Plan:
+        found = find_policy(policy).apply(graph, config)
+        made: Plan = getattr(found, "plan", found)
+        return replace(made, recompute=recompute)
+
+    return compile_graph(traced(entry.build(), entry.inputs()), apply, config, policy_name=policy), config
+
+
+def cost_of(policy: str, plan: int, runtime: int | None = None, hardware: Hardware = HARDWARE, **fields: Any) -> PlanCost:
+    found, config = compiled(policy, plan, runtime, **fields)
+    return audit(found.program, config, hardware)
+
+
+@pytest.mark.parametrize(("policy", "plan", "runtime"), [("dp", 1, 1), ("tp", 2, 2), ("data", 2, 4), ("tp", 2, 4)])
+def test_without_stages_the_time_is_a_sum(policy: str, plan: int, runtime: int) -> None:
+    found, config = compiled(policy, plan, runtime)
+    program = found.program
+    assert isinstance(program, Program)
+    mesh, ranks, total = program.plan.mesh, tuple(range(plan)), 0.0
+    for step in program.body:
+        if isinstance(step, Adapt):
+            gradient = step.of.requires_grad
+            total += step_time(step.step, step.of.dtype, mesh, ranks, HARDWARE, differentiable=gradient).total_s
+        else:
+            total += op_time(step.original, step.assignment, mesh, HARDWARE, ranks=ranks).total_s
+    for declaration in program.declarations:
+        if declaration.value.kind is ValueKind.PARAMETER:
+            layout, dtype = declaration.layout, declaration.value.dtype
+            total += reduction_s(layout, dtype, mesh, ranks, HARDWARE, num_units=config.num_units)
+            total += optimizer_s(local_bytes(layout, dtype, mesh) / 8, 8, 8, HARDWARE)
+    cost = audit(program, config, HARDWARE)
+    assert cost.step_s == pytest.approx(total, rel=1e-12)
+    assert cost.step_s == pytest.approx(cost.ranks[0].compute_s + cost.ranks[0].communication_s, rel=1e-12)
+    assert [rank.rank for rank in cost.ranks] == [memory.rank for memory in cost.memory] == list(ranks)
+    assert cost.timeline[-1].end_s == pytest.approx(cost.step_s)
+
+
+def test_measured_times_count() -> None:
+    found, config = compiled("dp", 1)
+    plain = audit(found.program, config, HARDWARE)
+    assert isinstance(found.program, Program)
+    op = next(op for op in found.program.graph.ops if op.target == "cross_entropy")
+    mesh = found.program.plan.mesh
+    times = OperatorTimes({call_key(local_call(op, {}, mesh)): OpTime(1.0, 2.0)})
+    extra = 3.0 - op_time(op, {}, mesh, HARDWARE).total_s
+    assert audit(found.program, config, HARDWARE, times=times).step_s == pytest.approx(plain.step_s + extra)
+
+
+def test_recomputing_takes_another_forward() -> None:
+    plain = cost_of("dp", 1)
+    again = cost_of("dp", 1, recompute=("transformer.h.*",))
+    forward = plain.timeline[0].end_s
+    assert plain.step_s < again.step_s < plain.step_s + forward
+    assert again.peak_bytes < plain.peak_bytes
+
+
+def test_an_asynchronous_reducer_hides_what_backward_covers() -> None:
+    blocking = cost_of("dp", 1, 2, reducer_bucket_cap_mb=0.01)
+    beside = cost_of("dp", 1, 2, reducer_bucket_cap_mb=0.01, use_async_reducer=True)
+    reduction = blocking.ranks[0].communication_s
+    assert blocking.step_s - reduction < beside.step_s < blocking.step_s
+    buckets = [part for part in beside.timeline if part.name.startswith("reduce bucket")]
+    (backward,) = [part for part in beside.timeline if part.name == "backward"]
+    assert len(buckets) > 2
+    for first, second in itertools.pairwise(buckets):
+        assert first.end_s <= second.start_s + 1e-15  # one after the other
+    assert buckets[0].start_s < backward.end_s  # begins while backward runs
+    assert sum(part.end_s - part.start_s for part in buckets) == pytest.approx(reduction)
+
+
+def test_a_link_carries_one_message_at_a_time() -> None:
+    """Adapters on the axis that gradients are reduced over wait for the reduction."""
+    slow = replace(HARDWARE, tiers=(Tier("link", (8,), 0.0, 1e6),))
+    blocking = cost_of("data", 2, hardware=slow)
+    beside = cost_of("data", 2, hardware=slow, use_async_reducer=True)
+    assert max(part.end_s for part in beside.timeline) <= blocking.step_s * (1 + 1e-9)
+
+
+def test_a_pipeline_is_its_schedule() -> None:
+    found, config = compiled("pp", 2, pas_config={"num_microbatches": 4, "schedule": "gpipe"})
+    cost = audit(found.program, config, HARDWARE)
+    actions = [part for part in cost.timeline if part.name[0].isdigit()]
+    assert len(actions) == 2 * 4 * 2
+    for rank in (0, 1):
+        mine = [part for part in actions if part.rank == rank]
+        assert all(a.end_s <= b.start_s + 1e-15 for a, b in itertools.pairwise(mine))
+    first, second = (next(p for p in actions if p.name == name) for name in ("0F0", "1F0"))
+    assert second.start_s > first.end_s  # the message takes time
+    assert 0 < cost.bubble < 1
+    for rank in cost.ranks:
+        assert rank.compute_s + rank.communication_s + rank.idle_s == pytest.approx(cost.step_s)
+    more = cost_of("pp", 2, pas_config={"num_microbatches": 8, "schedule": "gpipe"})
+    assert more.bubble < cost.bubble and more.peak_bytes > cost.peak_bytes
+    steady = cost_of("pp", 2, pas_config={"num_microbatches": 8, "schedule": "1f1b"})
+    assert steady.peak_bytes < more.peak_bytes
+
+
+def test_shared_parameters_are_reduced_between_stages() -> None:
+    cost = cost_of("pp", 2)
+    assert set(cost.ranks[0].comm_s) == set(cost.ranks[1].comm_s) == {"stages gradients"}
+
+
+def test_faster_hardware_is_faster() -> None:
+    for policy, plan in (("tp", 2), ("pp", 2)):
+        base = cost_of(policy, plan).step_s
+        links = replace(HARDWARE, tiers=(Tier("link", (8,), 1e-6, 1e9),))
+        device = replace(HARDWARE, device=replace(HARDWARE.device, bytes_per_s=1e10))
+        assert cost_of(policy, plan, hardware=links).step_s < base
+        assert cost_of(policy, plan, hardware=device).step_s < base
+
+
+def test_json_and_text() -> None:
+    cost = cost_of("pp", 2)
+    assert PlanCost.from_json(json.loads(cost.dumps())) == cost
+    text = str(cost)
+    assert text.startswith("step ") and "bubble" in text and "rank 0: compute" in text
+    assert "ranks 0-1: compute" in str(cost_of("tp", 2))
+
+
+def test_too_few_devices() -> None:
+    found, config = compiled("dp", 1, 16)
+    with pytest.raises(ConfigError) as caught:
+        audit(found.program, config, HARDWARE)
+    assert str(caught.value) == (
+        "16 ranks do not fit on hardware 'toy'\n  why:   it has 8 device(s)\n  try:   load_hardware(..., num_devices=16)"
+    )

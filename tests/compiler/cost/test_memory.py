@@ -1,0 +1,144 @@
+"""Predicted peaks against the bytes that really live, on ranks that are threads, and laws of the books."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from memory_ranks import measured_peaks
+from plans import traced
+
+from shardwright.compiler.compile import Compiled, compile_graph
+from shardwright.compiler.cost.ledger import Ledger
+from shardwright.compiler.cost.memory import OptimizerMemory, RankMemory, pipeline_memory, program_memory
+from shardwright.compiler.plan.plan import Plan
+from shardwright.policies.registry import find_policy
+from shardwright.runtime.config import ComputeConfig
+
+DOUBLE_ADAM = OptimizerMemory(state_bytes_per_element=16.0)
+
+CASES: list[Any] = [
+    ("gpt2", "dp", 1, 2, {}),
+    ("gpt2", "tp", 2, 2, {}),
+    ("gpt2", "data", 2, 2, {}),
+    ("gpt2", "dp", 1, 1, {"recompute": ("transformer.h.*",)}),
+    ("gpt2", "pp", 2, 2, {"num_microbatches": 4}),
+    ("gpt2", "pp", 2, 2, {"num_microbatches": 4, "recompute": ("stage:0",)}),
+    ("gpt2", "hybrid", 4, 4, {"num_microbatches": 4}),
+    ("llama", "tp", 2, 2, {"recompute": ("model.layers.*",)}),
+    ("llama", "pp", 2, 2, {"num_microbatches": 4}),
+    ("resnet", "data", 2, 2, {}),
+    ("resnet", "pp", 2, 2, {"num_microbatches": 3}),
+]
+MORE: list[Any] = [
+    ("gpt2", "dp", 1, 1, {}),
+    ("llama", "tp", 2, 2, {}),
+    ("llama", "data", 2, 4, {}),
+    ("resnet", "dp", 1, 1, {}),
+    ("bert", "tp", 2, 4, {}),
+    ("t5", "data", 2, 2, {}),
+    ("vit", "tp", 2, 2, {}),
+    ("unet", "data", 2, 2, {}),
+]
+
+
+def compiled_case(name: str, policy: str, plan: int, runtime: int, options: dict[str, Any]) -> tuple[Any, Any, Compiled, Any]:
+    entry = zoo.get(name)
+    model, inputs = entry.build(), entry.inputs(batch=8)
+    chosen = {key: value for key, value in options.items() if key != "recompute"}
+    config = ComputeConfig(plan_ngpus=plan, runtime_ngpus=runtime, use_end2end=True, pas_config=chosen)
+
+    def apply(graph: Any, config: ComputeConfig) -> Plan:
+        found = find_policy(policy).apply(graph, config)
+        made: Plan = getattr(found, "plan", found)
+        return replace(made, recompute=options.get("recompute", ()))
+
+    return model, inputs, compile_graph(traced(model, inputs), apply, config, policy_name=policy), config
+
+
+def predicted(compiled: Compiled, config: ComputeConfig) -> tuple[RankMemory, ...]:
+    if compiled.plan.stages:
+        return pipeline_memory(compiled.program, config, DOUBLE_ADAM)  # type: ignore[arg-type]
+    found = program_memory(compiled.program, config, DOUBLE_ADAM)  # type: ignore[arg-type]
+    return tuple(found.at(rank) for rank in range(config.plan_ngpus))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, *[pytest.param(case, marks=pytest.mark.slow) for case in MORE]],
+    ids=lambda case: "-".join(map(str, case[:4])) + "-".join(map(str, case[4])),
+)
+def test_peaks_are_those_measured(case: Any, tmp_path: Path) -> None:
+    model, inputs, compiled, config = compiled_case(*case)
+    memory = predicted(compiled, config)
+    assert not any(rank.assumed for rank in memory)
+    for index, measured in enumerate(measured_peaks(tmp_path, compiled, model, inputs, config)):
+        found = memory[index % config.plan_ngpus]
+        assert found.peak_bytes == pytest.approx(measured, rel=0.05), f"rank {index}: {found}"
+
+
+def test_recomputing_and_splitting_hold_less() -> None:
+    def peak(*case: Any) -> int:
+        _, _, compiled, config = compiled_case(*case)
+        return max(rank.peak_bytes for rank in predicted(compiled, config))
+
+    whole = peak("gpt2", "dp", 1, 1, {})
+    assert peak("gpt2", "dp", 1, 1, {"recompute": ("transformer.h.*",)}) < 0.8 * whole
+    assert peak("gpt2", "tp", 2, 2, {}) < 0.8 * whole
+
+
+def test_zero_splits_the_state() -> None:
+    _, _, compiled, config = compiled_case("gpt2", "dp", 1, 4, {})
+    whole = program_memory(compiled.program, config, DOUBLE_ADAM)  # type: ignore[arg-type]
+    split = program_memory(compiled.program, replace(config, use_zero=1), DOUBLE_ADAM)  # type: ignore[arg-type]
+    two = program_memory(compiled.program, replace(config, use_zero=1, zero_ngroups=2), DOUBLE_ADAM)  # type: ignore[arg-type]
+    assert split.optimizer_bytes == pytest.approx(whole.optimizer_bytes / 4, rel=1e-3)
+    assert two.optimizer_bytes == pytest.approx(whole.optimizer_bytes / 2, rel=1e-3)
+
+
+def test_inference_holds_no_training_state() -> None:
+    _, _, compiled, config = compiled_case("gpt2", "dp", 1, 1, {})
+    found = program_memory(compiled.program, config, trains=False)  # type: ignore[arg-type]
+    assert found.optimizer_bytes == found.gradient_bytes == 0
+    assert found.peak_bytes < 0.7 * program_memory(compiled.program, config).peak_bytes  # type: ignore[arg-type]
+
+
+def test_json_keeps_everything() -> None:
+    memory = RankMemory(3, {"parameter": 8, "activation": 16, "temporary": 4}, "backward of loss", ("odd",))
+    assert RankMemory.from_json(memory.to_json()) == memory
+    assert (memory.peak_bytes, memory.activation_bytes, memory.buffer_bytes) == (28, 20, 0)
+
+
+def test_a_ledger_counts_each_storage_once() -> None:
+    ledger = Ledger()
+    first = ledger.hold(ledger.new(10, "activation"))
+    ledger.hold(first)
+    ledger.use(5, "gelu")
+    ledger.release(first)
+    assert ledger.now == 10 and ledger.peak.num_bytes == 15 and ledger.peak.name == "gelu"
+    assert ledger.peak.by_category == {"activation": 10, "temporary": 5}
+    ledger.release(first)
+    assert ledger.now == 0 and ledger.snapshot() == {}
+
+
+def test_dtypes_count() -> None:
+    linear = torch.nn.Linear(64, 64, bias=False)
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).square().mean()
+
+    peaks = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model, inputs = Net().to(dtype), {"x": torch.zeros(32, 64, dtype=dtype)}
+        config = ComputeConfig(plan_ngpus=1, runtime_ngpus=1)
+        compiled = compile_graph(traced(model, inputs), find_policy("dp").apply, config)
+        peaks[dtype] = program_memory(compiled.program, config)  # type: ignore[arg-type]
+    assert peaks[torch.bfloat16].parameter_bytes * 2 == peaks[torch.float32].parameter_bytes == 4 * 64 * 64
+    assert peaks[torch.bfloat16].optimizer_bytes == peaks[torch.float32].optimizer_bytes == 8 * 64 * 64

@@ -19,16 +19,14 @@ import shardwright
 from shardwright.compiler import cli_plans
 from shardwright.compiler.cache import generated_directory, read_plan
 from shardwright.compiler.calibrate import command as calibrate_command
-from shardwright.compiler.cli_plans import make_console
-from shardwright.compiler.cli_targets import load_model, load_target, read_settings
+from shardwright.compiler.cli_request import add_model, make_console, read_dtype, read_plan_request
+from shardwright.compiler.cli_targets import load_model
 from shardwright.compiler.generate import Generated, Order, generate
 from shardwright.compiler.report.plan_tables import show_directory
 from shardwright.compiler.verification.verify import verify
-from shardwright.policies.policy import Policy
-from shardwright.policies.registry import find_policy, policy_names
 from shardwright.runtime import cli as runtime_cli
-from shardwright.runtime.config import ComputeConfig, ReuseType
-from shardwright.runtime.errors import ConfigError, ShardwrightError, did_you_mean, format_error
+from shardwright.runtime.config import ReuseType
+from shardwright.runtime.errors import ShardwrightError, format_error
 from shardwright.runtime.manifest import Manifest, accept
 
 
@@ -70,31 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    """What model, under what plan."""
-    parser.add_argument(
-        "target",
-        metavar="MODULE:NAME",
-        help="a function that returns (module, dummy_args) or a module; a module class; a module",
-    )
-    parser.add_argument("--args", metavar="MODULE:NAME", help="the dict of dummy arguments, or a function that returns it")
-    parser.add_argument(
-        "--policy", required=True, help=f"one of {', '.join(policy_names())}, or MODULE:NAME of a policy function"
-    )
-    parser.add_argument("--plan-ngpus", type=int, required=True, metavar="N", help="ranks that share one copy of the model")
-    parser.add_argument("--runtime-ngpus", type=int, metavar="N", help="ranks in all (default: as many as --plan-ngpus)")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="settings",
-        help="a field of ComputeConfig; values are JSON; pas_config.KEY=VALUE for an option of the policy; repeatable",
-    )
-
-
 def _add_compile(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser)
+    add_model(parser)
     parser.add_argument("--dtype", help="compile as if the module had been cast to this dtype: bfloat16, float64, ...")
     parser.add_argument(
         "--gen-savedir", default=".shardwright", metavar="DIR", help="where the files go (default: %(default)s)"
@@ -121,13 +96,13 @@ def _add_directory(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser)
+    add_model(parser)
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps to compare (default: %(default)s)")
 
 
 def _compile(options: argparse.Namespace) -> int:
     source, dummy_args = load_model(options.target, options.args)
-    policy, config = _plan(options)
+    policy, config = read_plan_request(options)
     order = Order(
         source=source,
         dummy_args=dummy_args,
@@ -135,7 +110,7 @@ def _compile(options: argparse.Namespace) -> int:
         config=config,
         directory=generated_directory(options.gen_savedir, source.cls, options.instance_name),
         reuse=ReuseType(options.reuse),
-        module_dtype=_dtype(options.dtype),
+        module_dtype=read_dtype(options.dtype),
         dump=options.dump,
     )
     _report(generate(order), order)
@@ -144,52 +119,10 @@ def _compile(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     source, dummy_args = load_model(options.target, options.args)
-    policy, config = _plan(options)
+    policy, config = read_plan_request(options)
     report = verify(source.make(), dummy_args, policy.name if policy.built_in else policy.apply, config, steps=options.steps)
     make_console().print(str(report), soft_wrap=True)
     return 0 if report.ok else 1
-
-
-def _plan(options: argparse.Namespace) -> tuple[Policy, ComputeConfig]:
-    """The policy and the config of a command line, checked."""
-    config = ComputeConfig.of(
-        {
-            "plan_ngpus": options.plan_ngpus,
-            "runtime_ngpus": options.plan_ngpus if options.runtime_ngpus is None else options.runtime_ngpus,
-            **_config_fields(options.settings),
-        }
-    )
-    policy = find_policy(load_target(options.policy) if ":" in options.policy else options.policy)
-    policy.check(config)
-    return policy, config
-
-
-def _config_fields(settings: Sequence[str]) -> dict[str, object]:
-    fields = read_settings(settings)
-    for name in ("plan_ngpus", "runtime_ngpus"):
-        if name in fields:
-            raise ConfigError(f"{name} is not for --set", hint=f"--{name.replace('_', '-')} {fields[name]}")
-    dims = fields.get("dynamic_dims")
-    if isinstance(dims, dict):
-        fields["dynamic_dims"] = {path: _numbered(named) for path, named in dims.items()}
-    return fields
-
-
-def _numbered(dims: object) -> object:
-    """``{"0": "batch"}`` as ``{0: "batch"}``: JSON has string keys only."""
-    if not isinstance(dims, dict):
-        return dims
-    return {int(dim) if dim.isdecimal() else dim: name for dim, name in dims.items()}
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    if name is None:
-        return None
-    dtypes = (value for value in vars(torch).values() if isinstance(value, torch.dtype))
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in dtypes if dtype.is_floating_point}
-    if name not in known:
-        raise ConfigError(f"there is no floating dtype {name!r}", hint=did_you_mean(name, tuple(known)))
-    return known[name]
 
 
 def _report(generated: Generated, order: Order) -> None:

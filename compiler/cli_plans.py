@@ -1,25 +1,47 @@
-"""The commands about plans as data: ``diff``."""
+"""The commands about plans and what they cost: ``simulate``, ``diff``."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from rich.console import Console
-
+from shardwright.compiler.cli_request import add_model, make_console, read_dtype, read_plan_request
+from shardwright.compiler.cli_targets import load_model
+from shardwright.compiler.compile import compile_graph
+from shardwright.compiler.cost.audit import audit
+from shardwright.compiler.cost.hardware import load_hardware
+from shardwright.compiler.module_source import in_dtype
 from shardwright.compiler.report.diff import diff, show_diff
+from shardwright.compiler.report.page import page
+from shardwright.compiler.trace import trace
 from shardwright.policies.saved import read_plan_file
 
-PIPE_WIDTH = 160
-"""Columns of output that goes to no terminal."""
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--dtype", help="as if the module had been cast to this dtype: bfloat16, ...")
+    parser.add_argument(
+        "--hardware", default="a100-80gb", metavar="NAME|FILE", help="a preset or a hardware file (default: %(default)s)"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")
+    parser.add_argument("--json", action="store_true", help="print the cost as JSON")
 
 
-def make_console() -> Console:
-    """Where commands print. Layouts are full of brackets: no markup."""
-    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+def _simulate(options: argparse.Namespace) -> int:
+    source, dummy_args = load_model(options.target, options.args)
+    policy, config = read_plan_request(options)
+    hardware = load_hardware(options.hardware, config.runtime_ngpus)
+    module = source.make()
+    with in_dtype(module, read_dtype(options.dtype)):
+        graph = trace(module, dummy_args, dynamic_dims=config.dim_symbols())
+    compiled = compile_graph(graph, policy.apply, config, policy_name=policy.name)
+    cost = audit(compiled.program, config, hardware)
+    if options.html is not None:
+        options.html.write_text(page(graph.name, compiled.plan, cost, hardware, num_units=config.num_units))
+    print(cost.dumps() if options.json else cost)
+    return 0
 
 
 def _add_diff(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +61,18 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 COMMANDS: Mapping[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]] = {
+    "simulate": (
+        _add_simulate,
+        _simulate,
+        """Predict the time and the memory of a plan.
+
+    shardwright simulate my_models:make_gpt --policy tp --plan-ngpus 8 --hardware h100
+    shardwright simulate my_models:make_gpt --policy hybrid --plan-ngpus 8 --set use_end2end=true --html plan.html
+    shardwright simulate my_models:make_gpt --policy saved --set pas_config.load_plan=plan.json --plan-ngpus 8
+
+Nothing is written or run: the program that a compile would emit is priced on the machine described. Memory is that of training
+with Adam.""",
+    ),
     "diff": (
         _add_diff,
         _diff,

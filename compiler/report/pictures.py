@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -56,6 +57,68 @@ def bars(rows: Sequence[Bar], unit: str, *, limit: float | None = None, width: i
     return _svg(width, height, parts)
 
 
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Something that takes from ``start`` to ``end`` seconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+ACTION_FILLS = {"F": "#7aa6e8", "B": "#6fbf8b", "I": "#8fd0b4", "W": "#f2b56b"}
+"""Actions of a schedule by their letter: forward, backward, gradients of inputs, gradients of weights."""
+
+_ACTION = re.compile(r"(?P<stage>\d+)(?P<kind>[FBIW])(?P<microbatch>\d+)")
+
+
+def timeline(rows: Mapping[str, Sequence[Box]], width: int = 960) -> str:
+    """A row for each label with its boxes along one time axis. Actions of a schedule are coloured by kind, paler the later the
+    stage, and numbered by microbatch; pointing at a box shows its name and time.
+    """
+    boxes = [box for row in rows.values() for box in row]
+    end = max((box.end for box in boxes), default=0.0) or 1.0
+    scale = (width - _LEFT - 16) / end
+    stages = sorted({int(match["stage"]) for box in boxes if (match := _ACTION.fullmatch(box.name))})
+    others = list(dict.fromkeys(box.name for box in boxes if not _ACTION.fullmatch(box.name)))
+    kinds = list(dict.fromkeys(match["kind"] for box in boxes if (match := _ACTION.fullmatch(box.name))))
+    words = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
+    colours = {words[kind]: ACTION_FILLS[kind] for kind in kinds}
+    colours |= {name: PALETTE[(index + 3) % len(PALETTE)] for index, name in enumerate(others)}
+    parts = [_legend(colours)]
+    for index, (label, row) in enumerate(rows.items()):
+        top = _TOP + _ROW * index
+        parts.append(f'<text x="{_LEFT - 8}" y="{top + 13}" text-anchor="end">{escape(label)}</text>')
+        parts.append(f'<rect x="{_LEFT}" y="{top}" width="{end * scale:.2f}" height="{_BAR}" fill="#eeeeee"/>')
+        parts += [_box(box, top, scale, stages, colours) for box in row]
+    height = _TOP + _ROW * len(rows) + 18
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        anchor = "end" if share == 1.0 else "middle"
+        x = _LEFT + share * end * scale
+        parts.append(
+            f'<text x="{x:.0f}" y="{height - 4}" text-anchor="{anchor}" fill="#666666">{amount(share * end, "s")}</text>'
+        )
+    return _svg(width, height, parts)
+
+
+def _box(box: Box, top: int, scale: float, stages: Sequence[int], colours: Mapping[str, str]) -> str:
+    x, size = _LEFT + box.start * scale, (box.end - box.start) * scale
+    match = _ACTION.fullmatch(box.name)
+    fill, text = (colours[box.name], "") if match is None else (_paler(match, stages), match["microbatch"])
+    shown = f'<text x="{x + size / 2:.2f}" y="{top + 13}" text-anchor="middle" font-size="10">{text}</text>'
+    told = f"<title>{escape(box.name)}: {amount(box.start, 's')} to {amount(box.end, 's')}</title>"
+    rect = f'<rect x="{x:.2f}" y="{top}" width="{size:.2f}" height="{_BAR}" fill="{fill}" stroke="#ffffff" stroke-width="0.5"/>'
+    return f"<g>{told}{rect}{shown if text and size >= 6.5 * len(text) else ''}</g>"
+
+
+def _paler(match: re.Match[str], stages: Sequence[int]) -> str:
+    """The fill of an action, with up to 60 % of white for the last stage."""
+    colour = ACTION_FILLS[match["kind"]]
+    share = 0.6 * stages.index(int(match["stage"])) / max(1, len(stages) - 1)
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
+
+
 def ranks_on_machine(mesh: Mesh, node_size: int, stage_of: Mapping[int, str], *, most: int = 256) -> str:
     """A box for every rank of a unit: its number and coordinates, coloured by stage, a frame around each node."""
     shown = min(mesh.size, most)
@@ -89,9 +152,9 @@ def ranks_on_machine(mesh: Mesh, node_size: int, stage_of: Mapping[int, str], *,
 
 
 def amount(value: float, unit: str) -> str:
-    """A number a person can read: ``1.53 GB``, ``12.4 ms``."""
+    """A number a person can read: ``1.53 GiB``, ``12.4 ms``."""
     steps = {
-        "B": ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")),
+        "B": ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B")),
         "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")),
     }[unit]
     size, name = next((step for step in steps if abs(value) >= step[0]), steps[-1])

@@ -94,8 +94,13 @@ def new_table(title: str, *columns: str) -> Table:
 
 
 def fill_table(table: Table, rows: Iterable[Row], *, every_layer: bool) -> None:
-    for row, count in _counted(rows, every_layer=every_layer).items():
-        table.add_row(row[0] + _times(count), *row[1:])
+    for row in alike_rows(rows, every_layer=every_layer):
+        table.add_row(*row)
+
+
+def alike_rows(rows: Iterable[Row], *, every_layer: bool = False) -> list[Row]:
+    """The rows with those of alike layers as one, which says how many they are."""
+    return [(row[0] + _times(count), *row[1:]) for row, count in _counted(rows, every_layer=every_layer).items()]
 
 
 def _counted(rows: Iterable[Row], *, every_layer: bool) -> dict[Row, int]:

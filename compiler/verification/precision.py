@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import shardwright.compiler.api  # noqa: F401  (no table of dtypes may be made while the names are rebound)
+from shardwright.compiler.ops.registry import load_tables
 
 
 def _to_float64(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -28,6 +29,7 @@ def float64_casts() -> Iterator[None]:
     Code that took its own reference before (``from torch import float32``) is not reached; C++ code is not either, apart
     from the default dtype.
     """
+    load_tables()  # they know torch's functions by what their names mean now
     names = {"float32": torch.float32, "float": torch.float}
     default = torch.get_default_dtype()
     method = torch.Tensor.__dict__.get("float")  # None: inherited from the C base class, the normal state

@@ -17,14 +17,14 @@ def texts(svg: str) -> list[str]:
 
 
 def test_bars_have_labels_totals_and_lengths_to_scale() -> None:
-    rows = [Bar("rank 0", {"parameters": 2e9, "a < b": 1e9}), Bar("rank 1", {"parameters": 1e9})]
-    picture = bars(rows, "B", limit=2.5e9)
+    rows = [Bar("rank 0", {"parameters": 2 * 2.0**30, "a < b": 2.0**30}), Bar("rank 1", {"parameters": 2.0**30})]
+    picture = bars(rows, "B", limit=2.5 * 2**30)
     found = texts(picture)
-    assert {"rank 0", "rank 1", "3 GB", "1 GB", "parameters", "a < b", "limit 2.5 GB"} <= set(found)
+    assert {"rank 0", "rank 1", "3 GiB", "1 GiB", "parameters", "a < b", "limit 2.5 GiB"} <= set(found)
     widths = [float(r.attrib["width"]) for g in ElementTree.fromstring(picture).iter(f"{SVG}g") for r in g.iter(f"{SVG}rect")]
     assert widths[0] == pytest.approx(2 * widths[1], abs=0.02) and widths[2] == pytest.approx(widths[1], abs=0.02)
     red = [e.text for e in ElementTree.fromstring(picture).iter(f"{SVG}text") if e.attrib.get("font-weight") == "bold"]
-    assert red == ["3 GB"], "what exceeds the limit stands out"
+    assert red == ["3 GiB"], "what exceeds the limit stands out"
 
 
 def test_every_rank_has_a_box_with_its_place() -> None:
@@ -35,7 +35,7 @@ def test_every_rank_has_a_box_with_its_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "unit", "text"), [(1.5e9, "B", "1.5 GB"), (12, "B", "12 B"), (0.0124, "s", "12.4 ms"), (0, "s", "0 µs")]
+    ("value", "unit", "text"), [(1.5 * 2**30, "B", "1.5 GiB"), (12, "B", "12 B"), (0.0124, "s", "12.4 ms"), (0, "s", "0 µs")]
 )
 def test_amounts_are_rounded_for_people(value: float, unit: str, text: str) -> None:
     assert amount(value, unit) == text

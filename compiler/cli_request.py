@@ -1,0 +1,89 @@
+"""What a command line says of the model, the policy and the config: shared by the commands."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+
+from shardwright.compiler.cli_targets import load_target, read_settings
+from shardwright.policies.policy import Policy
+from shardwright.policies.registry import find_policy, policy_names
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import ConfigError, did_you_mean
+
+PIPE_WIDTH = 160
+"""Columns of output that goes to no terminal."""
+
+
+def make_console() -> Console:
+    """Where commands print. Layouts are full of brackets: no markup."""
+    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Arguments for a model, a policy, and the ranks."""
+    parser.add_argument(
+        "target",
+        metavar="MODULE:NAME",
+        help="a function that returns (module, dummy_args) or a module; a module class; a module",
+    )
+    parser.add_argument("--args", metavar="MODULE:NAME", help="the dict of dummy arguments, or a function that returns it")
+    parser.add_argument(
+        "--policy", required=True, help=f"one of {', '.join(policy_names())}, or MODULE:NAME of a policy function"
+    )
+    parser.add_argument("--plan-ngpus", type=int, required=True, metavar="N", help="ranks that share one copy of the model")
+    parser.add_argument("--runtime-ngpus", type=int, metavar="N", help="ranks in all (default: as many as --plan-ngpus)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="settings",
+        help="a field of ComputeConfig; values are JSON; pas_config.KEY=VALUE for an option of the policy; repeatable",
+    )
+
+
+def read_plan_request(options: argparse.Namespace) -> tuple[Policy, ComputeConfig]:
+    """The policy and the config of a command line, checked."""
+    config = ComputeConfig.of(
+        {
+            "plan_ngpus": options.plan_ngpus,
+            "runtime_ngpus": options.plan_ngpus if options.runtime_ngpus is None else options.runtime_ngpus,
+            **_config_fields(options.settings),
+        }
+    )
+    policy = find_policy(load_target(options.policy) if ":" in options.policy else options.policy)
+    policy.check(config)
+    return policy, config
+
+
+def _config_fields(settings: Sequence[str]) -> dict[str, object]:
+    fields = read_settings(settings)
+    for name in ("plan_ngpus", "runtime_ngpus"):
+        if name in fields:
+            raise ConfigError(f"{name} is not for --set", hint=f"--{name.replace('_', '-')} {fields[name]}")
+    dims = fields.get("dynamic_dims")
+    if isinstance(dims, dict):
+        fields["dynamic_dims"] = {path: _numbered(named) for path, named in dims.items()}
+    return fields
+
+
+def _numbered(dims: object) -> object:
+    """``{"0": "batch"}`` as ``{0: "batch"}``: JSON has string keys only."""
+    if not isinstance(dims, dict):
+        return dims
+    return {int(dim) if dim.isdecimal() else dim: name for dim, name in dims.items()}
+
+
+def read_dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    dtypes = (value for value in vars(torch).values() if isinstance(value, torch.dtype))
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in dtypes if dtype.is_floating_point}
+    if name not in known:
+        raise ConfigError(f"there is no floating dtype {name!r}", hint=did_you_mean(name, tuple(known)))
+    return known[name]

@@ -1,0 +1,123 @@
+"""A plan and its cost as one self-contained HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+
+from jinja2 import Environment, StrictUndefined
+
+from shardwright.compiler.cost.hardware import Hardware
+from shardwright.compiler.cost.plan_cost import PlanCost
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.report.pictures import Bar, Box, amount, bars, ranks_on_machine, timeline
+from shardwright.compiler.report.plan_tables import alike_rows, in_words
+
+ROWS_SHOWN = 64
+"""Ranks beyond that many are left out of the pictures of ranks; the machine shows them all up to its own limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of the page: a sentence, a picture, a table, in this order."""
+
+    title: str
+    text: str = ""
+    picture: str = ""
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+
+
+def page(
+    model: str,
+    plan: Plan,
+    cost: PlanCost,
+    hardware: Hardware,
+    *,
+    num_units: int = 1,
+    memory_bytes: float | None = None,
+    facts: Iterable[tuple[str, str]] = (),
+    sections: Iterable[Section] = (),
+) -> str:
+    """The page. ``facts`` and ``sections`` come beside those that every plan has, ``sections`` before them."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=False)
+    text = resources.files("shardwright.compiler.report").joinpath("templates/page.html.jinja").read_text()
+    limit = hardware.device.memory_bytes if memory_bytes is None else memory_bytes
+    units = f", {num_units} units" if num_units > 1 else ""
+    known = [
+        ("per step", amount(cost.step_s, "s")),
+        ("on the fullest rank", amount(cost.peak_bytes, "B")),
+        *([("waiting in the pipeline", f"{cost.bubble:.1%}")] if plan.stages else []),
+        *facts,
+    ]
+    return environment.from_string(text).render(
+        title=f"{model}: {plan.policy} on {plan.mesh}",
+        subtitle=f"{hardware.name}{units}. Times and bytes are predicted; docs/cost-model.md says how well.",
+        facts=known,
+        sections=[*sections, *_sections(plan, cost, hardware, limit)],
+    )
+
+
+def _sections(plan: Plan, cost: PlanCost, hardware: Hardware, limit: float) -> list[Section]:
+    rows: dict[str, list[Box]] = {}
+    for activity in cost.timeline:
+        rows.setdefault(f"rank {activity.rank}", []).append(Box(activity.name, activity.start_s, activity.end_s))
+    memory = [Bar(f"rank {m.rank}", {k: float(v) for k, v in m.by_category.items() if v}) for m in cost.memory[:ROWS_SHOWN]]
+    spent = [
+        Bar(f"rank {r.rank}", {"computing": r.compute_s, **r.comm_s, "waiting": r.idle_s}) for r in cost.ranks[:ROWS_SHOWN]
+    ]
+    left_out = f" The first {ROWS_SHOWN} of {len(cost.ranks)} ranks." if len(cost.ranks) > ROWS_SHOWN else ""
+    stage_of = {rank: f"stage {i}" for i, stage in enumerate(plan.stages) for rank in stage.ranks}
+    moments = sorted({(m.moment or "the start") for m in cost.memory})
+    return [
+        Section(title="A step in time", text="One rank of each stage." if plan.stages else "", picture=timeline(rows)),
+        Section(
+            title="Memory at its peak",
+            text=f"Reached at: {', '.join(moments[:4])}{' and others' if len(moments) > 4 else ''}.{left_out}",
+            picture=bars(memory, "B", limit=limit),
+        ),
+        Section(title="Where the time goes", text=left_out.strip(), picture=bars(spent, "s")),
+        Section(
+            title="Communication",
+            text="" if any(r.comm_s for r in cost.ranks) else "None.",
+            columns=("axis and collective", "seconds of the rank that has most"),
+            rows=_communication(cost),
+        ),
+        Section(
+            title="Ranks on the machine",
+            text=f"A frame is {hardware.tiers[0].name}." if hardware.tiers else "",
+            picture=ranks_on_machine(plan.mesh, _node_size(hardware), stage_of),
+        ),
+        Section(
+            title="What every operator does",
+            text="Alike layers share a row. Operators not listed are computed whole on every rank.",
+            columns=("operator", *_axes(plan)),
+            rows=_operators(plan),
+        ),
+        Section(
+            title="How tensors are held",
+            columns=("tensor", "layout"),
+            rows=[tuple(row) for row in alike_rows((fqn, str(layout)) for fqn, layout in plan.stored.items())],
+        ),
+    ]
+
+
+def _communication(cost: PlanCost) -> list[tuple[str, str]]:
+    names = dict.fromkeys(name for rank in cost.ranks for name in rank.comm_s)
+    most = {name: max(rank.comm_s.get(name, 0.0) for rank in cost.ranks) for name in names}
+    return [(name, amount(seconds, "s")) for name, seconds in sorted(most.items(), key=lambda item: -item[1])]
+
+
+def _axes(plan: Plan) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for stage in plan.stages for name in stage.mesh.names)) or plan.mesh.names
+
+
+def _operators(plan: Plan) -> list[tuple[str, ...]]:
+    axes = _axes(plan)
+    rows = ((op, *(in_words(plan, op, axis) for axis in axes)) for op, chosen in plan.strategies.items() if chosen)
+    return [tuple(row) for row in alike_rows(rows)]
+
+
+def _node_size(hardware: Hardware) -> int:
+    return hardware.tiers[0].sizes[0] if hardware.tiers else 1

@@ -1,0 +1,87 @@
+"""The page of a plan: self-contained HTML with what it promises; and the command that makes it."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import plans
+import pytest
+import zoo
+
+from shardwright.compiler.cli import main
+from shardwright.compiler.cost.audit import audit
+from shardwright.compiler.cost.hardware import load_hardware
+from shardwright.compiler.cost.plan_cost import PlanCost
+from shardwright.compiler.report.page import Section, page
+from shardwright.runtime.config import ComputeConfig
+
+MODELS = """
+import sys
+sys.path.insert(0, {lib!r})
+import zoo
+def make():
+    entry = zoo.get("gpt2")
+    return entry.build(), entry.inputs()
+"""
+
+
+class Reader(HTMLParser):
+    """Checks that tags close in order, and collects texts, headings and what is loaded from elsewhere."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.loaded: list[str] = []
+        self.feed(text)
+        assert not self.open, f"left open: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loaded += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data.strip())
+
+
+@pytest.mark.parametrize("policy", ["tp", "hybrid"])
+def test_the_page_has_every_part_and_needs_nothing_else(policy: str) -> None:
+    entry = zoo.get("gpt2")
+    graph = plans.traced(entry.build(), entry.inputs())
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=8, use_end2end=policy == "hybrid")
+    compiled = plans.compile_with(graph, policy, 4, use_end2end=policy == "hybrid")
+    hardware = load_hardware("a100-80gb", 8)
+    cost = audit(compiled.program, config, hardware)
+    extra = Section(title="<b>Extra</b>", columns=("a",), rows=[("1 < 2",)])
+    text = page("GPT-2", compiled.plan, cost, hardware, num_units=2, sections=[extra], facts=[("gap", "0 %")])
+    read = Reader(text)
+    assert read.loaded == []
+    for heading in ("A step in time", "Memory at its peak", "Where the time goes", "Ranks on the machine", "<b>Extra</b>"):
+        assert heading in read.texts
+    assert {"1 < 2", "gap", "0 %", "rank 0", "How tensors are held"} <= set(read.texts)
+    assert ("waiting in the pipeline" in read.texts) == (policy == "hybrid")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "page_models.py").write_text(MODELS.format(lib=str(Path(zoo.__file__).parent)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    request = ["simulate", "page_models:make", "--policy", "tp", "--plan-ngpus", "2", "--hardware", "h100"]
+    assert main([*request, "--html", "plan.html"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("step ") and "on h100, peak memory" in shown and "ranks 0-1: compute" in shown
+    Reader((tmp_path / "plan.html").read_text())
+    assert main([*request, "--json"]) == 0
+    cost = PlanCost.from_json(json.loads(capsys.readouterr().out))
+    assert cost.step_s > 0 and len(cost.memory) == 2
+    assert main([*request[:-1], "h1000"]) == 1
+    assert "h100" in capsys.readouterr().err

@@ -6,12 +6,15 @@ The result is a plan, with its cost, a bound that no plan of the space is below,
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shardwright.compiler.cost.memory import RankMemory, program_memory
 from shardwright.compiler.ops.strategy import Assignment
+from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.formulation import Formulation, OpNode, StoreNode
 from shardwright.policies.autodist.problem import Pricing, formulate
@@ -19,6 +22,9 @@ from shardwright.policies.autodist.request import PlacementRequest
 from shardwright.policies.autodist.solver.problem import Infeasible, Problem, Solution
 from shardwright.policies.autodist.solver.solve import solve
 from shardwright.runtime.layout import Layout
+
+MAX_CORRECTIONS = 4
+"""How often the memory row is corrected by the memory that a lowered plan takes."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,8 @@ class Space:
 @dataclass(frozen=True)
 class Placement:
     """A plan, and what is certain of it: ``cost_s`` seconds per step (without what pipelines add), of which no plan of the
-    ``space`` is below ``bound_s``, for the reason ``proof``. ``memory_bytes``: what the memory row counted, if there was one.
+    ``space`` is below ``bound_s``, for the reason ``proof``. ``memory``: of a rank at its peak, where there is a limit and
+    the graph is no stage of a pipeline.
     """
 
     plan: Plan
@@ -48,7 +55,7 @@ class Placement:
     bound_s: float
     proof: str
     space: Space
-    memory_bytes: float | None
+    memory: RankMemory | None
     request: PlacementRequest
     formulation: Formulation
     choice: tuple[int, ...]
@@ -62,28 +69,54 @@ class Placement:
 def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Placement | Infeasible:
     """The best placement found in the time of the request.
 
+    With a memory limit, the best plan without it is tried first: where it fits, the limit costs nothing. Else the memory row
+    holds, corrected by what the lowered plan really takes until one fits.
+
     ``pricing``: shared by requests for one mesh, ranks, hardware and times, which then only pay for what is new.
 
     Raises:
         PlanError: the constraints name something that does not exist, or leave an operator nothing to do.
     """
     formulation = formulate(request, pricing)
-    solution = solve(formulation.problem, time_limit_s=request.time_limit_s)
-    if isinstance(solution, Infeasible):
-        return solution
-    return _placement(request, formulation, solution)
+    started = time.monotonic()
+    rows = formulation.problem.rows
+    walked = bool(rows) and request.in_flight == 1 and "sent" not in request.outputs.values()
+    problem = replace(formulation.problem, rows=()) if walked else formulation.problem
+    for _ in range(MAX_CORRECTIONS + 1):
+        left = max(1.0, request.time_limit_s - (time.monotonic() - started))
+        solution = solve(problem, time_limit_s=left)
+        if isinstance(solution, Infeasible):
+            return solution
+        found = _placement(request, formulation, solution)
+        if not walked:
+            return found
+        memory = program_memory(lower(formulation.graph, found.plan), request.config, request.optimizer)
+        found = replace(found, memory=memory)
+        assert request.memory_limit_bytes is not None
+        excess = memory.peak_bytes - request.memory_limit_bytes
+        if excess <= 0:
+            return found
+        used = rows[0].used(found.choice)
+        limit = used - excess if not problem.rows else min(problem.rows[0].limit, used) - 1.05 * excess
+        problem = replace(formulation.problem, rows=(replace(rows[0], limit=limit),))
+    assert request.memory_limit_bytes is not None
+    return Infeasible(
+        False,
+        f"{memory.peak_bytes / 1e9:.3g} GB at the peak ({memory.moment}) of the best plan found, "
+        f"of {request.memory_limit_bytes / 1e9:.3g} GB",
+    )
 
 
 def _placement(request: PlacementRequest, formulation: Formulation, solution: Solution) -> Placement:
     choice = formulation.settle(solution.choice)
-    rows = formulation.problem.rows
+    cost_s = formulation.cost(choice)
     return Placement(
         plan_of(request, formulation, choice),
-        formulation.cost(choice),
-        solution.bound - formulation.slack,
+        cost_s,
+        min(cost_s, solution.bound - formulation.slack),
         solution.proof,
         _space(formulation),
-        rows[0].used(choice) if rows else None,
+        None,
         request,
         formulation,
         choice,

@@ -33,10 +33,12 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.passes.lower import drop_outputs
+from shardwright.compiler.passes.recompute import mark_recompute
 from shardwright.compiler.plan.blocks import container_of
 from shardwright.compiler.plan.conversion import canonical
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Declaration
+from shardwright.policies.autodist.activations import Activations
 from shardwright.policies.autodist.constraints import allowed_strategies
 from shardwright.policies.autodist.conversions import Conversions, LayoutSet, ValueType, union
 from shardwright.policies.autodist.copies import Maker, Reader, layout_sets
@@ -82,6 +84,8 @@ class _Builder:
         request = self.request
         wishes = {path: wish for path, wish in request.outputs.items() if wish is None}
         graph = drop_outputs(request.graph, Plan(request.mesh, outputs=wishes))
+        if request.recompute:
+            graph = mark_recompute(graph, request.recompute)
         only = allowed_strategies(request.graph, request.constraints, request.mesh)
         self.shared_names, whole = shared_values(graph)
         makers: dict[str, Maker] = {}
@@ -107,7 +111,10 @@ class _Builder:
                 self._value(value, makers[value.name], readers[value.name])
         rows: tuple[Row, ...] = ()
         if request.memory_limit_bytes is not None:
-            rows = (Row(request.memory_limit_bytes, self.usage),)
+            self._keep(graph)
+            whole = [v for v in graph.sources if v.kind is not ValueKind.PARAMETER and v.name in readers]
+            held = sum(local_bytes(Layout.whole(v.shape), v.dtype, request.mesh) for v in whole)
+            rows = (Row(request.memory_limit_bytes - held, self.usage),)
         problem = Problem(tuple(self.costs), tuple(self.edges), rows, self._blocks())
         return Formulation(
             problem,
@@ -117,7 +124,7 @@ class _Builder:
             tuple(self.restricted),
             tuple(self.shared),
             self._slack(),
-            graph,
+            replace(graph, eval_graph=None),
         )
 
     @property
@@ -126,6 +133,17 @@ class _Builder:
 
     def _op_cost(self, op: IROp, menu: Menu) -> Seconds:
         return menu.forward_s * self._forwards(op) + menu.backward_s * self.request.microbatches
+
+    def _keep(self, graph: IRGraph) -> None:
+        """What operators keep for the backward, of every microbatch in flight."""
+        if self.request.config.inference_only:
+            return
+        activations = Activations.of(graph, self.pricing.layouts, self.request.mesh)
+        for index, node in enumerate(self.nodes):
+            if isinstance(node, OpNode):
+                kept = activations.usage(node.op, node.menu)
+                if kept is not None:
+                    self.usage[index] = self.request.in_flight * kept
 
     def _slack(self) -> float:
         """What plans could save at most on values priced by shares and on what makes them."""
@@ -143,7 +161,7 @@ class _Builder:
 
     def _forwards(self, op: IROp) -> int:
         """How often an operator's forward runs per step: twice where it is computed again in the backward."""
-        again = any(op.module_path == path or op.module_path.startswith(f"{path}.") for path in self.request.recompute)
+        again = op.region is not None and not self.request.config.inference_only
         return self.request.microbatches * (2 if again else 1)
 
     def _op_reader(self, node: int, menu: Menu, positions: tuple[int, ...]) -> Reader:

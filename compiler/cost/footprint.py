@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +22,9 @@ from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ops.render import call_source
 from shardwright.compiler.plan.program import Adapt, Instruction
 from shardwright.runtime.layout import Mesh
-from shardwright.runtime.ops.random import RngMode
+
+RngMode = Literal["fast", "plan_independent"]
+"""How random numbers are drawn (``ComputeConfig.rng``)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,10 @@ is what planners minimise, to the last term. With ``use_async_reducer`` the redu
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardwright.compiler.cost.body_time import BodyTime, body_time
+from shardwright.compiler.cost.extrapolation import extrapolated
 from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.memory import ADAM, OptimizerMemory, pipeline_memory, program_memory
 from shardwright.compiler.cost.operators import OperatorTimes
@@ -46,6 +49,18 @@ def audit(
             why=f"it has {hardware.num_devices} device(s)",
             hint=f"load_hardware(..., num_devices={config.runtime_ngpus})",
         )
+    programs = program.programs if isinstance(program, PipelineProgram) else (program,)
+    cost = _audit(program, config, hardware, optimizer, times)
+    return replace(cost, extrapolated=extrapolated(programs, hardware, times))
+
+
+def _audit(
+    program: Program | PipelineProgram,
+    config: ComputeConfig,
+    hardware: Hardware,
+    optimizer: OptimizerMemory,
+    times: OperatorTimes | None,
+) -> PlanCost:
     if isinstance(program, PipelineProgram):
         memory = pipeline_memory(program, config, optimizer)
         return pipeline_cost(program, config, hardware, optimizer, times, memory)

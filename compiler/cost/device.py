@@ -69,6 +69,11 @@ class Device:
         flops = 2.0 * batch * m * n * k
         return flops / (self.peak_flops_per_s(dtype) * self._efficiency(m, n, k, batch, dtype)) if flops else 0.0
 
+    @property
+    def has_tables(self) -> bool:
+        """Whether any of its rates were measured by size."""
+        return isinstance(self.matmul_efficiency, Mapping) or self.streams is not None
+
     def measured(self, m: float, n: float, k: float, dtype: str, batch: float = 1) -> bool:
         """Whether the efficiency at this size was measured, rather than taken from the edge of the table or a constant."""
         if not isinstance(self.matmul_efficiency, Mapping) or dtype not in self.matmul_efficiency:

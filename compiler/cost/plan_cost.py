@@ -40,7 +40,8 @@ class RankCost:
 class PlanCost:
     """``step_s``: seconds of one step. ``ranks``, ``memory``: of every unit rank. ``timeline``: of one rank of each stage.
 
-    ``bubble``: the share of the ranks' time in which a pipeline's schedule lets them wait.
+    ``bubble``: the share of the ranks' time in which a pipeline's schedule lets them wait. ``extrapolated``: what lies outside
+    the sizes that the hardware's calibration measured.
     """
 
     hardware: str
@@ -49,6 +50,7 @@ class PlanCost:
     memory: tuple[RankMemory, ...]
     timeline: tuple[Activity, ...] = ()
     bubble: float = 0.0
+    extrapolated: tuple[str, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -75,6 +77,7 @@ class PlanCost:
             ],
             "memory": [memory.to_json() for memory in self.memory],
             "timeline": [[a.rank, a.name, a.start_s, a.end_s] for a in self.timeline],
+            "extrapolated": list(self.extrapolated),
         }
 
     @classmethod
@@ -87,6 +90,7 @@ class PlanCost:
             tuple(map(RankMemory.from_json, data["memory"])),
             tuple(Activity(*item) for item in data["timeline"]),
             data["bubble"],
+            tuple(data["extrapolated"]),
         )
 
     def dumps(self) -> str:
@@ -112,6 +116,9 @@ class PlanCost:
             lines.append(f"  {title}: {', '.join(words)}")
             parts = ", ".join(f"{key} {_bytes(value)}" for key, value in held.by_category.items())
             lines.append(f"    {_bytes(held.peak_bytes)} at {held.moment or 'the start'}: {parts}")
+        if self.extrapolated:
+            first, more = self.extrapolated[:3], len(self.extrapolated) - 3
+            lines.append(f"  beyond what was measured: {', '.join(first)}{f' and {more} more' if more > 0 else ''}")
         return "\n".join(lines)
 
 

@@ -1,0 +1,67 @@
+"""Nothing is extrapolated silently: an audit names what lies outside the tables of a calibration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import plans
+import torch
+from torch import Tensor, nn
+
+from shardwright.compiler.cost.audit import audit
+from shardwright.compiler.cost.efficiency import BandwidthTable, EfficiencyTable
+from shardwright.compiler.cost.hardware import Hardware, load_hardware
+from shardwright.compiler.cost.plan_cost import PlanCost
+from shardwright.compiler.passes.lower import lower
+from shardwright.compiler.plan.program import Program
+from shardwright.runtime.config import ComputeConfig
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu()).sum()
+
+
+def program() -> Program:
+    graph = plans.annotated(plans.traced(Net(), {"x": torch.ones(8, 16)}))
+    builder = graph.builder({"tp": 2})
+    builder.partition(graph.ops[0].name, "n", "tp")
+    plan = builder.build().plan
+    assert plan is not None
+    return lower(graph, plan)
+
+
+def measured(sizes: tuple[int, ...], most_bytes: int) -> Hardware:
+    hardware = load_hardware("cpu", 2)
+    table = EfficiencyTable(sizes, sizes, sizes, (0.5,) * len(sizes) ** 3)
+    streams = BandwidthTable((16, most_bytes), (1e10, 1e10))
+    return replace(hardware, device=replace(hardware.device, matmul_efficiency={"float32": table}, streams=streams))
+
+
+CONFIG = ComputeConfig(plan_ngpus=2, runtime_ngpus=2)
+
+
+def test_an_audit_says_what_was_not_measured() -> None:
+    cost = audit(program(), CONFIG, measured((8, 32), 2000))
+    # up is [8, 16] x [16, 32] on each rank, down [8, 64] x [64, 16]: only the second leaves the grid, and so do its gradients
+    products = [f"product {size} in float32" for size in ("8 x 16 x 64", "64 x 8 x 16", "8 x 64 x 16")]
+    # the backward of down reads 512 B for each of three operands, their 6208 B, and writes their gradients
+    memory = "0.014 MB read and written at once (measured: 0.002 MB)"
+    assert cost.extrapolated == (*products, memory)
+    assert f"  beyond what was measured: {', '.join(products)} and 1 more" in str(cost)
+    assert PlanCost.from_json(cost.to_json()) == cost
+
+
+def test_nothing_is_said_inside_the_tables_and_without_any() -> None:
+    for hardware in (measured((8, 64), 10**9), load_hardware("cpu", 2)):
+        cost = audit(program(), CONFIG, hardware)
+        assert cost.extrapolated == () and "measured" not in str(cost)
+
+
+def test_watching_does_not_change_the_cost() -> None:
+    inside, outside = measured((8, 64), 10**9), measured((8, 32), 2000)
+    assert audit(program(), CONFIG, inside).step_s == audit(program(), CONFIG, outside).step_s

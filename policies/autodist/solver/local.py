@@ -134,7 +134,7 @@ class LocalSearch:
                 return False
         return False
 
-    def _make_moves(self, moves: NDArray[np.intp], *, until_feasible: bool) -> int:
+    def _make_moves(self, moves: NDArray[np.intp], *, until_feasible: bool, within: bool = True) -> int:
         """Make the moves in order, at most one in every neighbourhood; returns how many."""
         stale: set[int] = set()
         num_made = 0
@@ -145,8 +145,13 @@ class LocalSearch:
             strategy = int(position) - self.start[node]
             before = self.choice[node]
             excess = self._worst_excess() if until_feasible else 0.0
-            if not until_feasible and any(
-                self.used[index] + used[strategy] - used[before] > self.room[index] for index, used in self._uses.get(node, ())
+            if (
+                within
+                and not until_feasible
+                and any(
+                    self.used[index] + used[strategy] - used[before] > self.room[index]
+                    for index, used in self._uses.get(node, ())
+                )
             ):
                 continue
             self.move(node, strategy)
@@ -164,14 +169,14 @@ class LocalSearch:
         """How far the worst row is exceeded, relative to its room."""
         return max(0.0, float(((self.used - self.room) / np.maximum(np.abs(self.room), 1e-300)).max()))
 
-    def descend(self, progress: Progress) -> None:
-        """Make moves that lower the cost within the rows, until there are none."""
+    def descend(self, progress: Progress, *, within: bool = True) -> None:
+        """Make moves that lower the cost, within the rows or whatever they say, until there are none."""
         for _ in range(MAX_PASSES):
             changes = self._changes()
             least = 1e-12 * float(np.abs(self.marginals[self._starts + self.choice[self.nodes]]).sum())
             moves = np.flatnonzero(changes < -least)
             order = np.argsort(changes[moves], kind="stable")
-            if not self._make_moves(moves[order], until_feasible=False) or progress.left_s <= 0:
+            if not self._make_moves(moves[order], until_feasible=False, within=within) or progress.left_s <= 0:
                 return
 
 

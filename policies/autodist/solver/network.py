@@ -12,6 +12,7 @@ Everything done here is exact: some optimal choice of the problem is a choice of
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ from numpy.typing import NDArray
 
 from shardwright.policies.autodist.solver.problem import ROW_TOLERANCE, Array, Infeasible, Problem
 
-DOMINANCE_WORK = 2_000_000
-"""Comparisons spent at most on one pair of a node and an edge when looking for strategies that others replace."""
+DOMINANCE_WORK = 1_000_000
+DOMINANCE_WORK_IN_ALL = 400_000_000
+"""Comparisons spent at most on one pair of a node and an edge, and in one scan of all, when looking for strategies that others
+replace."""
 
 
 class Pool:
@@ -108,7 +111,7 @@ class Network:
         self.edges: dict[tuple[int, int], Array] = {}
         self.neighbours: dict[int, set[int]] = {node: set() for node in self.costs}
         for a, b, cost in problem.edges:
-            self._add_edge(a, b, self.pool.intern(cost))
+            self.add_edge(a, b, self.pool.intern(cost))
         self.rows = [
             WorkRow(index, row.limit * (1 + math.copysign(ROW_TOLERANCE / 2, row.limit)), self._interned(row.usage.items()))
             for index, row in enumerate(problem.rows)
@@ -118,7 +121,8 @@ class Network:
     def _interned(self, items: Iterable[tuple[int, Array]]) -> dict[int, Array]:
         return {node: self.pool.intern(array) for node, array in items}
 
-    def _add_edge(self, a: int, b: int, cost: Array) -> None:
+    def add_edge(self, a: int, b: int, cost: Array) -> None:
+        """Add the cost between two nodes to what there is, ``[strategies of a, strategies of b]``."""
         if a == b:
             self.costs[a] = self.pool.add(self.costs[a], self.pool.intern(np.diagonal(cost)))
             return
@@ -152,6 +156,18 @@ class Network:
             if node in row.usage:
                 row.usage[node] = self.pool.take(row.usage[node], (index,))
 
+    def copy_of_nodes(self, nodes: Iterable[int]) -> Network:
+        """A network of some of the nodes, with their costs and rows and without edges."""
+        part = copy.copy(self)
+        part.costs = {node: self.costs[node] for node in nodes}
+        part.strategies = list(self.strategies)
+        part.edges, part.neighbours = {}, {node: set() for node in part.costs}
+        part.rows = [
+            WorkRow(row.index, row.room, {node: used for node, used in row.usage.items() if node in part.costs})
+            for row in self.rows
+        ]
+        return part
+
     def expand(self, choice: dict[int, int]) -> tuple[int, ...]:
         """Choices among strategies left (folded nodes have one) as choices of the problem."""
         return tuple(int(left[choice.get(node, 0)]) for node, left in enumerate(self.strategies))
@@ -160,6 +176,11 @@ class Network:
 def simplify(problem: Problem) -> Network | Infeasible:
     """Build the network of a problem and make it as small as the rules above can."""
     network = Network(problem)
+    return tighten(network, problem) or network
+
+
+def tighten(network: Network, problem: Problem) -> Infeasible | None:
+    """Make a network of a problem as small as the rules above can, in place."""
     changed = set(network.costs)
     while changed:
         failure = _drop_forbidden(network, changed) or _tighten_rows(network, problem)
@@ -172,31 +193,39 @@ def simplify(problem: Problem) -> Network | Infeasible:
         if not changed:
             changed = _drop_dominated(network)
     _fold(network)
-    return network
+    return None
 
 
 def _drop_forbidden(network: Network, nodes: set[int]) -> Infeasible | None:
     """Arc consistency: drop strategies with cost inf, alone or with every strategy of a neighbour."""
     walls = _Memo()
-    pending = sorted(nodes.union(*(network.neighbours[node] for node in nodes)), reverse=True)
+    pending: list[int] = []
+    queued: set[int] = set()
+
+    def drop(node: int, keep: NDArray[np.bool_]) -> Infeasible | None:
+        if not keep.any():
+            reason = f"every strategy of node {node} is forbidden, by itself or by its neighbours"
+            return Infeasible(True, reason, nodes=(node,))
+        network.restrict(node, keep)
+        if node not in queued:
+            pending.append(node)
+            queued.add(node)
+        return None
+
+    for node in sorted(nodes):
+        keep = walls.finite(network.costs[node])
+        if not keep.all() and (failure := drop(node, keep)) is not None:
+            return failure
+    pending = sorted(nodes, reverse=True)
     queued = set(pending)
     while pending:
         node = pending.pop()
         queued.discard(node)
-        keep = walls.finite(network.costs[node])
-        for other in network.neighbours[node]:
+        for other in sorted(network.neighbours[node]):
             a, b = min(node, other), max(node, other)
-            keep = keep & walls.open(network.edges[a, b], 1 if a == node else 0)
-        if keep.all():
-            continue
-        if not keep.any():
-            return Infeasible(
-                True, f"every strategy of node {node} is forbidden, by itself or by its neighbours", nodes=(node,)
-            )
-        network.restrict(node, keep)
-        again = sorted((network.neighbours[node] | {node}) - queued, reverse=True)
-        pending.extend(again)
-        queued.update(again)
+            keep = walls.open(network.edges[a, b], 1 if a == other else 0)
+            if not keep.all() and (failure := drop(other, keep)) is not None:
+                return failure
     return None
 
 
@@ -273,6 +302,7 @@ def _drop_dominated(network: Network) -> set[int]:
     known: dict[tuple[int, ...], NDArray[np.bool_]] = {}
     worst: dict[int, Array] = {}
     changed = set()
+    work = 0
     for node in sorted(network.costs):
         size = len(network.costs[node])
         if size == 1:
@@ -283,6 +313,9 @@ def _drop_dominated(network: Network) -> set[int]:
         uses = list({id(array): array for array in usages.get(node, ())}.values())
         key = (id(network.costs[node]), *sorted(map(id, edges)), -1, *sorted(map(id, uses)))
         if key not in known:
+            work += sum(size * edge.size for edge in edges if id(edge) not in worst)
+            if work > DOMINANCE_WORK_IN_ALL:
+                break
             known[key] = _undominated(network.costs[node], edges, uses, worst)
         if not known[key].all():
             network.restrict(node, known[key])

@@ -80,7 +80,7 @@ def _search(problem: Problem, progress: Progress) -> None:
         return
     relaxation = Relaxation(network, shared=True, max_join=MAX_JOIN)
     if not relaxation.exact:
-        search_wide(network, progress)
+        search_wide(network, problem, progress)
         return
     if not network.rows:
         _eliminate(relaxation, progress)

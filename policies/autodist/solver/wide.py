@@ -1,28 +1,189 @@
-"""Networks too wide for elimination: a bound from each part alone, choices by moves of single nodes."""
+"""Networks too wide for elimination: a bound by message passing and row prices, choices by rounding it, exact on what is left.
+
+1. Nodes in no row with at most two neighbours are taken out exactly (reduce.py).
+2. Passes of message passing (messages.py) alternate with steps of the rows' multipliers along the excess of the choice that the
+   messages point at (a subgradient, with Polyak's step length). Every bound on the way is valid; the choice is repaired and
+   improved by moves (local.py).
+3. Strategies whose presence alone costs more than the best choice are dropped. When few pairs are left, the integer program is
+   given to a library (program.py).
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwright.policies.autodist.solver.local import LocalSearch
+from shardwright.policies.autodist.solver.messages import Messages
 from shardwright.policies.autodist.solver.network import Network
+from shardwright.policies.autodist.solver.problem import Array, Infeasible, Problem
+from shardwright.policies.autodist.solver.program import solve_program
 from shardwright.policies.autodist.solver.progress import Progress
+from shardwright.policies.autodist.solver.reduce import Reduced, num_pairs
+
+PROOF = "message passing and Lagrange multipliers"
+
+MAX_PROGRAM_PAIRS = 250_000
+"""Pairs of strategies of the largest network that is given to a library."""
+
+PATIENCE = 40
+"""Passes without a better bound after which the steps of the multipliers get shorter."""
+
+MIN_STEP = 1e-4
+"""The step length, relative to Polyak's, at which the multipliers are as good as they get."""
 
 
-def search_wide(network: Network, progress: Progress) -> None:
+def search_wide(network: Network, problem: Problem, progress: Progress) -> None:
     """Bound and choices for a network that elimination cannot take apart."""
-    least = {id(array): float(array.min()) for array in (*network.costs.values(), *network.edges.values())}
-    parts = (*network.costs.values(), *network.edges.values())
-    progress.raise_bound(network.constant + math.fsum(least[id(array)] for array in parts), "the least of every cost alone")
-    local = LocalSearch(network)
-    choice = np.zeros(len(network.strategies), dtype=np.intp)
-    for node, cost in network.costs.items():
-        hoped = cost + sum((network.edge(node, other).min(axis=1) for other in network.neighbours[node]), np.zeros(len(cost)))
-        choice[node] = int(hoped.argmin())
-    local.load(choice)
-    local.descend(progress)
-    if local.repair(progress):
-        local.descend(progress)
-        progress.offer(network.expand(dict(enumerate(local.choice.tolist()))))
+    reduced = Reduced(network)
+    failure = reduced.simplify(problem)
+    if failure is not None:
+        progress.prove_infeasible(failure)
+        return
+    if not reduced.network.costs:
+        _offer_the_only(reduced, progress, "elimination")
+    while not progress.done:
+        before = num_pairs(reduced.network)
+        ascent = _Ascent(reduced, progress)
+        ascent.run()
+        if progress.done:
+            return
+        ascent.drop_expensive()
+        failure = reduced.simplify(problem)
+        if failure is not None:  # nothing else is as good as the best choice
+            progress.raise_bound(progress.cost, PROOF)
+            return
+        if not reduced.network.costs:
+            _offer_the_only(reduced, progress, PROOF)
+            return
+        if num_pairs(reduced.network) <= MAX_PROGRAM_PAIRS:
+            _integer_program(reduced, progress)
+            return
+        if num_pairs(reduced.network) > 0.8 * before:
+            return
+
+
+def _offer_the_only(reduced: Reduced, progress: Progress, proof: str) -> None:
+    """Every node has one strategy left: that choice, or the best so far."""
+    progress.offer(reduced.expand(np.zeros(len(reduced.network.strategies), dtype=np.intp)))
+    progress.raise_bound(progress.cost, proof)
+
+
+def _integer_program(reduced: Reduced, progress: Progress) -> None:
+    """The rest exactly, by a library."""
+    answer = solve_program(reduced.network, integer=True, time_limit_s=progress.left_s)
+    if answer.choice is not None:
+        progress.offer(reduced.expand(answer.choice))
+    if answer.infeasible:
+        if progress.choice is None:
+            progress.prove_infeasible(
+                Infeasible(True, "the rows cannot be kept together: proved by an integer program (HiGHS)")
+            )
+        else:
+            progress.raise_bound(progress.cost, "an integer program (HiGHS)")
+        return
+    if answer.bound > -math.inf:
+        # the library proves to a relative tolerance of about 1e-9
+        near = abs(progress.cost - answer.bound) <= 1e-9 * abs(progress.cost)
+        progress.raise_bound(progress.cost if near else min(progress.cost, answer.bound), "an integer program (HiGHS)")
+
+
+@dataclass
+class _Best:
+    bound: float
+    multipliers: Array
+
+
+class _Ascent:
+    """Passes and multiplier steps on one network, and the choices met on the way."""
+
+    def __init__(self, reduced: Reduced, progress: Progress) -> None:
+        self.reduced, self.progress = reduced, progress
+        self.network = network = reduced.network
+        self.messages = Messages(network)
+        self.local = LocalSearch(network)
+        width = self.messages.own.shape[1]
+        self.places, self.values = [], []
+        for row in network.rows:
+            places = [self.messages.index[node] * width + np.arange(len(used)) for node, used in row.usage.items()]
+            self.places.append(np.concatenate(places))
+            self.values.append(np.concatenate([*row.usage.values()]) / (row.room or 1.0))
+        self.multipliers = np.zeros(len(network.rows))
+        self.unit_room = np.array([1.0 if row.room else 0.0 for row in network.rows])
+
+    def run(self) -> None:
+        """Raise the bound until the steps are short, the gap is closed, or three quarters of the time are over."""
+        best = _Best(-math.inf, self.multipliers)
+        direction: Array | None = None
+        step, since, next_offer = 0.1, 0, 1
+        end_s = self.progress.left_s / 4
+        for count in range(1, 1_000_000):
+            self.messages.forward()
+            bound = self.messages.backward() - float(self.multipliers @ self.unit_room)
+            since = 0 if bound > best.bound + 1e-5 * abs(best.bound) else since + 1
+            if bound > best.bound:
+                best = _Best(bound, self.multipliers.copy())
+                self.progress.raise_bound(bound + self.network.constant, PROOF)
+            choice = self.messages.choice()
+            if count == next_offer or since == PATIENCE:
+                self._offer(choice)
+                next_offer = max(next_offer, count) * 5 // 4 + 1
+            if self.progress.done or self.progress.left_s < end_s:
+                return
+            if since >= PATIENCE:
+                step, since, direction = step / 2, 0, None
+                self._move_to(best.multipliers)
+                if step < MIN_STEP or not len(self.multipliers):
+                    return
+                continue
+            if len(self.multipliers):
+                excess = self._used(choice) - self.unit_room
+                direction = excess if direction is None else 0.7 * direction + 0.3 * excess
+                self._step(direction, step, bound)
+            if count % 100 == 0:
+                self.messages.refresh()
+
+    def _step(self, direction: Array, step: float, bound: float) -> None:
+        useful = np.where((self.multipliers <= 0) & (direction < 0), 0.0, direction)
+        length = float(useful @ useful)
+        if length > 0:
+            target = (
+                self.progress.cost - self.network.constant if self.progress.choice is not None else bound + 0.1 * abs(bound)
+            )
+            self._move_to(np.maximum(0.0, self.multipliers + step * max(target - bound, 1e-4 * abs(bound)) / length * useful))
+
+    def _move_to(self, multipliers: Array) -> None:
+        for index in np.flatnonzero(multipliers != self.multipliers):
+            change = multipliers[index] - self.multipliers[index]
+            self.messages.price(self.places[index], change * self.values[index])
+        self.multipliers = multipliers.copy()
+
+    def _used(self, choice: NDArray[np.intp]) -> Array:
+        """What a choice uses of each row, in units of its room."""
+        width = self.messages.own.shape[1]
+        chosen = np.zeros(self.messages.own.size, dtype=bool)
+        chosen[np.arange(len(self.messages.nodes)) * width + choice[self.messages.nodes]] = True
+        return np.array([values[chosen[places]].sum() for places, values in zip(self.places, self.values, strict=True)])
+
+    def _offer(self, choice: NDArray[np.intp]) -> None:
+        self.local.load(choice)
+        self.local.descend(self.progress, within=False)
+        if self.local.repair(self.progress):
+            self.local.descend(self.progress)
+            self.progress.offer(self.reduced.expand(self.local.choice))
+
+    def drop_expensive(self) -> None:
+        """Drop the strategies that no choice as cheap as the best has."""
+        if self.progress.choice is None:
+            return
+        self.messages.refresh()
+        bound = self.messages.forward() - float(self.multipliers @ self.unit_room) + self.network.constant
+        room = self.progress.cost - bound
+        keep = self.messages.excess() <= room + 1e-9 * abs(self.progress.cost)
+        for i, node in enumerate(self.messages.nodes):
+            part = keep[i, : len(self.network.costs[node])]
+            if part.any() and not part.all():
+                self.network.restrict(node, part)

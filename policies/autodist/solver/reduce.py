@@ -1,0 +1,60 @@
+"""A network made smaller by exact elimination where it stays pairwise: nodes in no row, with at most two neighbours."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.policies.autodist.solver.eliminate import Elimination
+from shardwright.policies.autodist.solver.network import Network, tighten
+from shardwright.policies.autodist.solver.problem import Infeasible, Problem
+
+MAX_TABLE = 1 << 22
+"""Entries of the largest join of a node that is taken out."""
+
+
+class Reduced:
+    """The network of the nodes that stay, and the way back.
+
+    Attributes:
+        network: pairwise, with the same rows; its choices are among the strategies left in it.
+    """
+
+    def __init__(self, whole: Network) -> None:
+        self._whole = whole
+        in_rows = {node for row in whole.rows for node in row.usage}
+        kinds = {node: id(cost) for node, cost in whole.costs.items()}
+        sizes = {node: len(cost) for node, cost in whole.costs.items()}
+        self._elimination = Elimination(kinds, sizes, whole.edges, keep=in_rows, max_join=MAX_TABLE, max_others=2)
+        constant = self._elimination.run(whole.costs)
+        self.network = whole.copy_of_nodes(self._elimination.core)
+        self.network.constant += constant
+        zeros = {len(cost): self.network.pool.intern(np.zeros(len(cost))) for cost in self.network.costs.values()}
+        self.network.costs = {node: zeros[len(cost)] for node, cost in self.network.costs.items()}
+        for factor, count in self._elimination.core_factors:  # the nodes' own costs are factors too
+            table = self._elimination.core_table(factor) * count
+            if len(factor.scope) == 2:
+                self.network.add_edge(*factor.scope, self.network.pool.intern(table))
+            else:
+                (node,) = factor.scope
+                self.network.costs[node] = self.network.pool.add(self.network.costs[node], self.network.pool.intern(table))
+
+    def simplify(self, problem: Problem) -> Infeasible | None:
+        """Simplify what stays once more: taking nodes out shows more strategies that others replace."""
+        return tighten(self.network, problem)
+
+    def expand(self, choice: NDArray[np.intp]) -> tuple[int, ...]:
+        """A choice among the strategies left as a choice of the problem, the nodes taken out at their best."""
+        problem_choice = self.network.expand(dict(enumerate(choice.tolist())))
+        inner = np.zeros(len(choice), dtype=np.intp)
+        for node in self._elimination.core:
+            inner[node] = np.searchsorted(self._whole.strategies[node], problem_choice[node])
+        self._elimination.trace(inner)
+        return self._whole.expand(dict(enumerate(inner.tolist())))
+
+
+def num_pairs(network: Network) -> int:
+    """Pairs of strategies of all edges: the size of the linear program."""
+    return sum(math.prod(edge.shape) for edge in network.edges.values())

@@ -1,0 +1,216 @@
+"""What the cost model says of plans, against what they take: seconds of a step, and peak bytes of each rank.
+
+    python benchmarks/predict.py [--ranks 2] [--rounds 12] [--hardware FILE]
+
+One GPT in float32 with Adam on CPU, gloo, one thread per rank, ten plans that share the same work: copies, tensor parallelism, data
+parallelism inside a unit, pipelines with several schedules and numbers of microbatches, recomputation. Every step trains
+on the same number of samples.
+
+Without ``--hardware`` the machine is calibrated first. All plans live in the same processes and take turns step by step, so that
+load from elsewhere meets all; a plan's time is the median of its rounds. Memory is counted in a step of its own, storage by
+storage, and the samples count too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from models import GPT
+
+import shardwright
+from shardwright.compiler.compile import compile_graph
+from shardwright.compiler.cost.audit import PlanCost, audit
+from shardwright.compiler.cost.hardware import Hardware, load_hardware
+from shardwright.compiler.cost.live_bytes import LiveBytes
+from shardwright.compiler.trace.api import trace
+from shardwright.policies.registry import find_policy
+
+SEQ_LENGTH, VOCAB_SIZE, BATCH_SIZE = 128, 4096, 16
+SIZES = {"num_layers": 4, "hidden_size": 256, "num_heads": 4, "vocab_size": VOCAB_SIZE, "max_length": SEQ_LENGTH}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan. ``unit``: ranks of a unit, 0 for all. ``recompute``: module paths."""
+
+    name: str
+    policy: str
+    unit: int = 0
+    num_microbatches: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
+    recompute: tuple[str, ...] = ()
+
+    def config(self, num_ranks: int) -> shardwright.ComputeConfig:
+        options = {**self.options, **({"num_microbatches": self.num_microbatches} if self.policy in ("pp", "hybrid") else {})}
+        return shardwright.ComputeConfig(
+            plan_ngpus=self.unit or num_ranks, runtime_ngpus=num_ranks, use_end2end=True, pas_config=options, **self.fields
+        )
+
+    def plan(self, graph: Any, config: Any) -> Any:
+        """The policy's plan, with the modules that are recomputed."""
+        found = find_policy(self.policy).apply(graph, config)
+        return replace(getattr(found, "plan", found), recompute=self.recompute)
+
+    def sample(self, num_ranks: int) -> dict[str, torch.Tensor]:
+        """One microbatch of one unit."""
+        num_units = num_ranks // (self.unit or num_ranks)
+        size = BATCH_SIZE // num_units // self.num_microbatches
+        tokens = torch.randint(VOCAB_SIZE, (size, SEQ_LENGTH + 1), generator=torch.Generator().manual_seed(0))
+        return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+
+BLOCKS = ("blocks.*",)
+CASES = [
+    Case("dp", "dp", unit=1),
+    Case("dp, async reducer", "dp", unit=1, fields={"use_async_reducer": True}),
+    Case("dp, recompute", "dp", unit=1, recompute=BLOCKS),
+    Case("data", "data"),
+    Case("tp", "tp"),
+    Case("tp, recompute", "tp", recompute=BLOCKS),
+    Case("pp, 1F1B, 2 microbatches", "pp", num_microbatches=2),
+    Case("pp, 1F1B, 8 microbatches", "pp", num_microbatches=8),
+    Case("pp, GPipe, 4 microbatches", "pp", num_microbatches=4, options={"schedule": "gpipe"}),
+    Case("pp, 1F1B, 4, recompute", "pp", num_microbatches=4, recompute=BLOCKS),
+]
+FOUR = [
+    Case("tp in pairs, 2 units", "tp", unit=2),
+    Case("pp x tp, 4 microbatches", "hybrid", num_microbatches=4, options={"num_stages": 2, "tp": 2}),
+]
+
+
+def cases(num_ranks: int) -> list[Case]:
+    return CASES + (FOUR if num_ranks == 4 else [])
+
+
+def make_model() -> GPT:
+    """The same on every rank."""
+    torch.manual_seed(0)
+    return GPT(**SIZES)
+
+
+def predicted(case: Case, num_ranks: int, hardware: Hardware) -> PlanCost:
+    """The audit of a plan."""
+    config = case.config(num_ranks)
+    compiled = compile_graph(trace(make_model(), case.sample(num_ranks)), case.plan, config, policy_name=case.policy)
+    return audit(compiled.program, config, hardware)
+
+
+def run_rank(folder: Path, num_rounds: int) -> None:
+    """Measure all plans on the calling rank; rank 0 writes the results."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    num_ranks = dist.get_world_size()
+    steps, peaks = [], []
+    for number, case in enumerate(cases(num_ranks)):
+        config, sample = case.config(num_ranks), case.sample(num_ranks)
+        model = shardwright.parallelize(make_model(), sample, case.plan, config, gen_savedir=str(folder / str(number)))
+        samples = [{name: x.clone() for name, x in sample.items()} for _ in range(case.num_microbatches)]
+        peaks.append(peak_bytes(model, config, samples))
+        optimizer = shardwright.build_optimizer(model, torch.optim.Adam, config, lr=1e-4)
+        steps.append((model, optimizer, samples))
+    times = np.empty((num_rounds + 2, len(steps)))
+    for row in times:
+        for index, step in enumerate(steps):
+            row[index] = seconds(*step)
+    gathered: list[Any] = [None] * num_ranks
+    dist.all_gather_object(gathered, peaks)
+    if dist.get_rank() == 0:
+        result = {"seconds": np.median(times[2:], axis=0).tolist(), "peaks": gathered}
+        (folder / "measured.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def peak_bytes(model: Any, config: Any, samples: Sequence[dict[str, torch.Tensor]]) -> int:
+    """The most bytes that live at once in the second step."""
+    with LiveBytes() as live:
+        optimizer = shardwright.build_optimizer(model, torch.optim.Adam, config, lr=1e-4)
+        live.watch([*model.parameters(), *model.buffers(), *(x for sample in samples for x in sample.values())])
+        for _ in range(2):
+            live.restart()
+            train(model, optimizer, samples)
+        return live.peak
+
+
+def train(model: Any, optimizer: Any, samples: Sequence[dict[str, torch.Tensor]]) -> None:
+    model.train_step(samples)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def seconds(model: Any, optimizer: Any, samples: Sequence[dict[str, torch.Tensor]]) -> float:
+    """One step, of the slowest rank."""
+    dist.barrier()
+    start = time.perf_counter()
+    train(model, optimizer, samples)
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Spearman's: the correlation of the ranks, where no two are equal."""
+    order = [np.argsort(np.argsort(values)) for values in (a, b)]
+    return float(np.corrcoef(order[0], order[1])[0, 1])
+
+
+def report(num_ranks: int, costs: Sequence[PlanCost], measured: dict[str, Any]) -> None:
+    print(f"{'plan':28} {'step, ms':>20} {'':>7}   {'peak, MB':>18} {'':>7}")
+    print(f"{'':28} {'predicted':>10} {'measured':>9} {'':>7}   {'predicted':>9} {'measured':>8}")
+    worst = 0.0
+    for index, (case, cost) in enumerate(zip(cases(num_ranks), costs, strict=True)):
+        taken = measured["seconds"][index]
+        ranks = [peaks[index] for peaks in measured["peaks"]]
+        found = [cost.memory[rank % len(cost.memory)].peak_bytes for rank in range(num_ranks)]
+        errors = [mine / theirs - 1 for mine, theirs in zip(found, ranks, strict=True)]
+        error = max(errors, key=abs)
+        worst = max(worst, abs(error))
+        print(
+            f"{case.name:28} {cost.step_s * 1e3:10.1f} {taken * 1e3:9.1f} {cost.step_s / taken - 1:+7.1%}"
+            f"   {max(found) / 1e6:9.2f} {max(ranks) / 1e6:8.2f} {error:+7.2%}"
+        )
+    times = [cost.step_s for cost in costs]
+    ratios = np.array(times) / np.array(measured["seconds"])
+    print(f"\nrank correlation of step times: {rank_correlation(times, measured['seconds']):.3f}")
+    print(f"predicted / measured: median {np.median(ratios):.2f}, from {ratios.min():.2f} to {ratios.max():.2f}")
+    print(f"largest error of a peak: {worst:.2%}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, choices=(2, 4))
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--hardware", help="a hardware file (default: calibrate)")
+    parser.add_argument("--rank-in", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank_in:
+        return run_rank(arguments.rank_in, arguments.rounds)
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    with tempfile.TemporaryDirectory() as folder:
+        file = arguments.hardware
+        if file is None:
+            file = f"{folder}/machine.json"
+            command = [sys.executable, "-m", "shardwright", "calibrate", "--device", "cpu", "--out", file]
+            subprocess.run([*command, "--ranks", str(arguments.ranks)], check=True, env=environment)
+        hardware = load_hardware(file, arguments.ranks)
+        costs = [predicted(case, arguments.ranks, hardware) for case in cases(arguments.ranks)]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
+        command = [*torchrun, __file__, "--rank-in", folder, "--rounds", str(arguments.rounds)]
+        subprocess.run(command, check=True, env=environment)
+        report(arguments.ranks, costs, json.loads((Path(folder) / "measured.json").read_text()))
+
+
+if __name__ == "__main__":
+    main()

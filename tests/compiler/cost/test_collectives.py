@@ -140,6 +140,12 @@ def test_all_links_of_a_node_are_used_between_nodes() -> None:
     assert thin == pytest.approx(n / 2 / 2 / B + 7 / 8 * n / (100 * B), rel=1e-3)
 
 
+def test_a_ring_pipelines_over_tiers() -> None:
+    """Nodes of 2, links between them half as fast: a ring keeps both busy, tier after tier takes their sum."""
+    hardware = Hardware("ring", DEVICE, (Tier("node", (2, 2), 0.0, B), Tier("net", (4,), 0.0, B / 2)))
+    assert collective_s(hardware, "all_gather", 1e9, range(4)) == pytest.approx(3 / 4 * 1e9 / B, rel=1e-12)
+
+
 def test_latency_counts_every_hop_of_a_ring_but_the_cheapest_and_the_depth_of_trees() -> None:
     nodes = two_tiers((2, 2))
     # Hops 0-1 and 2-3 in nodes, 1-2 and 3-0 between them; halving: one step in the node, one between nodes.
@@ -166,6 +172,8 @@ def test_trees_win_where_the_latency_of_rings_hurts() -> None:
 def test_all_to_all_waits_for_the_rank_with_most_to_send_far() -> None:
     # In nodes of 3 and 1, the lonely rank sends all 3 of its pieces over its link between nodes.
     assert collective_s(two_tiers((3, 1)), "all_to_all", 4e9, range(4)) == pytest.approx(3e9 / B, rel=1e-3)
+    # In nodes of 3 and 2, each of the two sends 3 of its 5 pieces there, over a link of its own.
+    assert collective_s(two_tiers((3, 2)), "all_to_all", 5e9, range(5)) == pytest.approx(3e9 / B, rel=1e-3)
 
 
 def test_kinds_have_numbers_of_their_own() -> None:

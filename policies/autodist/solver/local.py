@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.policies.autodist.solver.network import Network
+from shardwright.policies.autodist.solver.network import Network, spread
 from shardwright.policies.autodist.solver.problem import Array
 from shardwright.policies.autodist.solver.progress import Progress
 
@@ -33,6 +33,7 @@ class LocalSearch:
         self._sizes = np.array(sizes, dtype=np.intp)
         self._unary = np.concatenate([network.costs[node] for node in self.nodes])
         self.wall = self._wall()
+        self._unary[np.isinf(self._unary)] = self.wall
         walled: dict[int, Array] = {}
 
         def finite(edge: Array) -> Array:
@@ -55,13 +56,9 @@ class LocalSearch:
         self.room = np.array([row.room for row in network.rows])
 
     def _wall(self) -> float:
-        tops = {}
-        for edge in self.network.edges.values():
-            if id(edge) not in tops:
-                finite = edge[np.isfinite(edge)]
-                tops[id(edge)] = float(np.ptp(finite)) if finite.size else 0.0
-        total = sum(tops[id(edge)] for edge in self.network.edges.values())
-        return 1.0 + total + sum(float(np.ptp(cost)) for cost in self.network.costs.values())
+        arrays = (*self.network.edges.values(), *self.network.costs.values())
+        spreads = {id(array): spread(array) for array in {id(array): array for array in arrays}.values()}
+        return 1.0 + sum(spreads[id(array)] for array in arrays)
 
     def load(self, choice: NDArray[np.intp]) -> None:
         """Start from a choice, by node of the problem."""

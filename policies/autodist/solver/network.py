@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,12 @@ DOMINANCE_WORK = 1_000_000
 DOMINANCE_WORK_IN_ALL = 400_000_000
 """Comparisons spent at most on one pair of a node and an edge, and in one scan of all, when looking for strategies that others
 replace."""
+
+
+def spread(array: Array) -> float:
+    """Greatest less least of the finite entries."""
+    finite = array[np.isfinite(array)]
+    return float(np.ptp(finite)) if finite.size else 0.0
 
 
 class Pool:
@@ -156,21 +162,27 @@ class Network:
             if node in row.usage:
                 row.usage[node] = self.pool.take(row.usage[node], (index,))
 
-    def copy_of_nodes(self, nodes: Iterable[int]) -> Network:
-        """A network of some of the nodes, with their costs and rows and without edges."""
+    def copy_of_nodes(self, nodes: Iterable[int], rows: list[WorkRow] | None = None) -> Network:
+        """A network of some of the nodes, with their costs and without edges; with their part of the rows if none are given."""
         part = copy.copy(self)
         part.costs = {node: self.costs[node] for node in nodes}
         part.strategies = list(self.strategies)
         part.edges, part.neighbours = {}, {node: set() for node in part.costs}
-        part.rows = [
-            WorkRow(row.index, row.room, {node: used for node, used in row.usage.items() if node in part.costs})
-            for row in self.rows
-        ]
+        if rows is None:
+            rows = [
+                WorkRow(row.index, row.room, {node: used for node, used in row.usage.items() if node in part.costs})
+                for row in self.rows
+            ]
+        part.rows = rows
         return part
 
     def expand(self, choice: dict[int, int]) -> tuple[int, ...]:
         """Choices among strategies left (folded nodes have one) as choices of the problem."""
         return tuple(int(left[choice.get(node, 0)]) for node, left in enumerate(self.strategies))
+
+    def condense(self, choice: Sequence[int]) -> NDArray[np.intp]:
+        """A choice of the problem, of strategies that are all left, as choices among those."""
+        return np.array([np.searchsorted(left, chosen) for left, chosen in zip(self.strategies, choice, strict=True)])
 
 
 def simplify(problem: Problem) -> Network | Infeasible:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +45,15 @@ class Reduced:
     def simplify(self, problem: Problem) -> Infeasible | None:
         """Simplify what stays once more: taking nodes out shows more strategies that others replace."""
         return tighten(self.network, problem)
+
+    def condense(self, choice: Sequence[int]) -> NDArray[np.intp] | None:
+        """A choice of the problem as one among the strategies left; None if one of its strategies was dropped."""
+        if any(choice[node] not in self.network.strategies[node] for node in self.network.costs):
+            return None
+        inner = np.zeros(len(choice), dtype=np.intp)
+        for node in self.network.costs:
+            inner[node] = np.searchsorted(self.network.strategies[node], choice[node])
+        return inner
 
     def expand(self, choice: NDArray[np.intp]) -> tuple[int, ...]:
         """A choice among the strategies left as a choice of the problem, the nodes taken out at their best."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ortools.linear_solver.python import model_builder
 
 from shardwright.policies.autodist.solver.eliminate import Elimination
-from shardwright.policies.autodist.solver.network import Network
+from shardwright.policies.autodist.solver.network import Network, spread
 from shardwright.policies.autodist.solver.problem import Array
 
 MAX_STEPS = 200
@@ -153,8 +153,8 @@ def _scale(relaxation: Relaxation, index: int) -> float:
     """A multiplier of the order that matters: the spread of node costs per spread of usage."""
     network = relaxation.network
     nodes = network.rows[index].usage
-    spread = sum(float(np.ptp(network.costs[node])) for node in nodes) or abs(relaxation.network.constant) or 1.0
-    return spread / sum(float(used.max()) for used in nodes.values())
+    of_costs = sum(spread(network.costs[node]) for node in nodes) or abs(relaxation.network.constant) or 1.0
+    return of_costs / sum(float(used.max()) for used in nodes.values())
 
 
 def _intersect(

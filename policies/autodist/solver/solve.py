@@ -14,8 +14,9 @@ How it is solved, each step only if the one before left a gap and time is left:
 1. `simplify` drops what cannot matter, and finds rows that cannot be kept (network.py).
 2. No row can bind: elimination is exact, repeated blocks included (eliminate.py).
 3. Rows: the best multipliers give a bound, the choices met on the way are offered; crossing two of them, repair and local
-   search give better ones (relaxation.py, local.py).
-4. Branch and bound closes what is left (branch.py).
+   search give better ones (relaxation.py, pieces.py, local.py).
+4. Small problems: branch and bound closes what is left (branch.py). Larger ones: parts are solved exactly while the rest stays
+   (neighbourhood.py), until many parts in a row bring nothing.
 
 Where nodes have too many neighbours for elimination, wide.py takes the place of steps 2 to 4.
 """
@@ -26,12 +27,12 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardwright.policies.autodist.solver.branch import branch
 from shardwright.policies.autodist.solver.eliminate import MAX_JOIN
-from shardwright.policies.autodist.solver.local import LocalSearch, cost_of, cross
+from shardwright.policies.autodist.solver.neighbourhood import improve_parts
 from shardwright.policies.autodist.solver.network import Network, simplify
+from shardwright.policies.autodist.solver.pieces import choices_of
 from shardwright.policies.autodist.solver.problem import Array, Infeasible, Problem, Solution
 from shardwright.policies.autodist.solver.progress import Progress
 from shardwright.policies.autodist.solver.relaxation import Maximum, Relaxation, maximise
@@ -39,9 +40,6 @@ from shardwright.policies.autodist.solver.wide import search_wide
 
 MAX_BRANCHED = 2000
 """Nodes of the largest network that branch and bound is tried on."""
-
-MAX_REPAIRED = 6
-"""Choices of the relaxation that are repaired and crossed."""
 
 
 def solve(
@@ -93,9 +91,14 @@ def _search(problem: Problem, progress: Progress) -> None:
         progress.prove_infeasible(_rows_exceeded(problem, network, maximum, ceiling))
         return
     progress.raise_bound(maximum.bound, "Lagrange multipliers with exact elimination")
-    _use_pieces(relaxation, maximum, progress)
-    if not progress.done and len(network.costs) <= MAX_BRANCHED:
+    for choice in choices_of(relaxation, maximum, progress):
+        progress.offer(network.expand(dict(enumerate(choice.tolist()))))
+    if progress.done:
+        return
+    if len(network.costs) <= MAX_BRANCHED:
         branch(Relaxation(network, shared=False, max_join=MAX_JOIN), maximum, ceiling, progress)
+    elif progress.choice is not None:
+        improve_parts(network, network.condense(progress.choice), progress)
 
 
 def _eliminate(relaxation: Relaxation, progress: Progress) -> None:
@@ -139,33 +142,3 @@ def _rows_exceeded(problem: Problem, network: Network, maximum: Maximum, ceiling
     least = row.limit + (maximum.bound - ceiling) / float(multipliers[worst])
     reason = f"row {index}: its limit is {row.limit:.6g}, and any allowed choice uses at least {least:.6g}"
     return Infeasible(True, reason, index, least, most)
-
-
-def _use_pieces(relaxation: Relaxation, maximum: Maximum, progress: Progress) -> None:
-    """Choices from the pieces that meet at the best multipliers: as they are, crossed, repaired, and improved."""
-    network = relaxation.network
-    local = LocalSearch(network)
-
-    def improve_and_offer(choice: NDArray[np.intp]) -> NDArray[np.intp] | None:
-        local.load(choice)
-        if not local.repair(progress):
-            return None
-        local.descend(progress)
-        progress.offer(network.expand(dict(enumerate(local.choice.tolist()))))
-        return local.choice
-
-    pieces = sorted(maximum.pieces, key=lambda piece: piece.value(maximum.multipliers))
-    within = [piece for piece in pieces if (piece.excess <= 0).all()]
-    for piece in sorted(within, key=lambda piece: piece.cost)[:1]:
-        progress.offer(network.expand(dict(enumerate(piece.choice.tolist()))))
-        if progress.done:
-            return
-    found = [improved for piece in pieces[:MAX_REPAIRED] if (improved := improve_and_offer(piece.choice)) is not None]
-    inside = min((*found, *(piece.choice for piece in within[:2])), key=lambda choice: cost_of(network, choice), default=None)
-    for piece in pieces[:MAX_REPAIRED]:
-        if inside is None or progress.done:
-            return
-        if not (piece.excess <= 0).all():
-            crossed = cross(network, inside, piece.choice)
-            if crossed is not None:
-                improve_and_offer(crossed)

@@ -5,7 +5,7 @@
    messages point at (a subgradient, with Polyak's step length). Every bound on the way is valid; the choice is repaired and
    improved by moves (local.py).
 3. Strategies whose presence alone costs more than the best choice are dropped. When few pairs are left, the integer program is
-   given to a library (program.py).
+   given to a library (program.py); else parts of the network are solved while the rest stays (neighbourhood.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from shardwright.policies.autodist.solver.local import LocalSearch
 from shardwright.policies.autodist.solver.messages import Messages
+from shardwright.policies.autodist.solver.neighbourhood import improve_parts
 from shardwright.policies.autodist.solver.network import Network
 from shardwright.policies.autodist.solver.problem import Array, Infeasible, Problem
 from shardwright.policies.autodist.solver.program import solve_program
@@ -29,8 +30,14 @@ PROOF = "message passing and Lagrange multipliers"
 MAX_PROGRAM_PAIRS = 250_000
 """Pairs of strategies of the largest network that is given to a library."""
 
+ASCENT_SHARE, IMPROVEMENT_SHARE = 0.3, 0.3
+"""Of the time that is left: for the bound, then for better choices, before strategies are dropped with both."""
+
 PATIENCE = 40
 """Passes without a better bound after which the steps of the multipliers get shorter."""
+
+SETTLING = 20
+"""Passes at the best multipliers before strategies are judged by them."""
 
 MIN_STEP = 1e-4
 """The step length, relative to Polyak's, at which the multipliers are as good as they get."""
@@ -45,12 +52,15 @@ def search_wide(network: Network, problem: Problem, progress: Progress) -> None:
         return
     if not reduced.network.costs:
         _offer_the_only(reduced, progress, "elimination")
+    prices: dict[int, float] = {}
     while not progress.done:
         before = num_pairs(reduced.network)
-        ascent = _Ascent(reduced, progress)
-        ascent.run()
+        ascent = _Ascent(reduced, prices, progress)
+        ascent.run(progress.left_s * ASCENT_SHARE)
+        _improve(reduced, progress, progress.left_s * IMPROVEMENT_SHARE)
         if progress.done:
             return
+        prices = ascent.prices()
         ascent.drop_expensive()
         failure = reduced.simplify(problem)
         if failure is not None:  # nothing else is as good as the best choice
@@ -62,8 +72,17 @@ def search_wide(network: Network, problem: Problem, progress: Progress) -> None:
         if num_pairs(reduced.network) <= MAX_PROGRAM_PAIRS:
             _integer_program(reduced, progress)
             return
-        if num_pairs(reduced.network) > 0.8 * before:
+        if num_pairs(reduced.network) > 0.9 * before and progress.choice is not None:
+            _improve(reduced, progress, math.inf)
             return
+
+
+def _improve(reduced: Reduced, progress: Progress, seconds: float) -> None:
+    """Improve the best choice part by part."""
+    if progress.choice is not None and not progress.done:
+        choice = reduced.condense(progress.choice)
+        if choice is not None:
+            improve_parts(reduced.network, choice, progress, expand=reduced.expand, until_s=progress.left_s - seconds)
 
 
 def _offer_the_only(reduced: Reduced, progress: Progress, proof: str) -> None:
@@ -100,7 +119,7 @@ class _Best:
 class _Ascent:
     """Passes and multiplier steps on one network, and the choices met on the way."""
 
-    def __init__(self, reduced: Reduced, progress: Progress) -> None:
+    def __init__(self, reduced: Reduced, prices: dict[int, float], progress: Progress) -> None:
         self.reduced, self.progress = reduced, progress
         self.network = network = reduced.network
         self.messages = Messages(network)
@@ -113,13 +132,20 @@ class _Ascent:
             self.values.append(np.concatenate([*row.usage.values()]) / (row.room or 1.0))
         self.multipliers = np.zeros(len(network.rows))
         self.unit_room = np.array([1.0 if row.room else 0.0 for row in network.rows])
+        if prices:
+            self._move_to(np.array([prices.get(row.index, 0.0) * (row.room or 1.0) for row in network.rows]))
 
-    def run(self) -> None:
-        """Raise the bound until the steps are short, the gap is closed, or three quarters of the time are over."""
+    def prices(self) -> dict[int, float]:
+        """The multipliers per unit of usage, by index of the row in the problem."""
+        rows = zip(self.network.rows, self.multipliers, strict=True)
+        return {row.index: float(multiplier) / (row.room or 1.0) for row, multiplier in rows}
+
+    def run(self, seconds: float) -> None:
+        """Raise the bound until steps are short, the gap is closed, or the seconds are over; ends at the best multipliers."""
         best = _Best(-math.inf, self.multipliers)
         direction: Array | None = None
         step, since, next_offer = 0.1, 0, 1
-        end_s = self.progress.left_s / 4
+        end_s = self.progress.left_s - seconds
         for count in range(1, 1_000_000):
             self.messages.forward()
             bound = self.messages.backward() - float(self.multipliers @ self.unit_room)
@@ -132,12 +158,12 @@ class _Ascent:
                 self._offer(choice)
                 next_offer = max(next_offer, count) * 5 // 4 + 1
             if self.progress.done or self.progress.left_s < end_s:
-                return
+                break
             if since >= PATIENCE:
                 step, since, direction = step / 2, 0, None
                 self._move_to(best.multipliers)
                 if step < MIN_STEP or not len(self.multipliers):
-                    return
+                    break
                 continue
             if len(self.multipliers):
                 excess = self._used(choice) - self.unit_room
@@ -145,6 +171,7 @@ class _Ascent:
                 self._step(direction, step, bound)
             if count % 100 == 0:
                 self.messages.refresh()
+        self._move_to(best.multipliers)
 
     def _step(self, direction: Array, step: float, bound: float) -> None:
         useful = np.where((self.multipliers <= 0) & (direction < 0), 0.0, direction)
@@ -180,6 +207,9 @@ class _Ascent:
         if self.progress.choice is None:
             return
         self.messages.refresh()
+        for _ in range(SETTLING):
+            self.messages.backward()
+            self.messages.forward()
         bound = self.messages.forward() - float(self.multipliers @ self.unit_room) + self.network.constant
         room = self.progress.cost - bound
         keep = self.messages.excess() <= room + 1e-9 * abs(self.progress.cost)

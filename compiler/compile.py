@@ -12,7 +12,6 @@ from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.printer import print_graph
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ir.verify import verify
-from shardwright.compiler.ops.strategy import split_factor
 from shardwright.compiler.passes.dims import infer_dims, warn_of_lost_batch
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.lower_stages import lower_stages, verify_pipeline
@@ -25,6 +24,7 @@ from shardwright.compiler.passes.verify_program import verify_program
 from shardwright.compiler.pipeline import CompileReport, FunctionPass, PassManager
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.check import check_names
+from shardwright.compiler.plan.named import split_dim_names
 from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.plan import Plan
@@ -109,7 +109,7 @@ def compile_graph(
             plan = plan_of(policy(planned, config), policy_name)
     check_mesh(plan, config)
     plan = replace(plan, zero=config.num_units // config.zero_ngroups if config.use_zero == 3 else 0)
-    plan = replace(plan, outputs={**output_wishes(graph, config), **plan.outputs}, dims=_split_dims(planned, plan))
+    plan = replace(plan, outputs={**output_wishes(graph, config), **plan.outputs}, dims=split_dim_names(planned, plan))
     check_names(planned, plan)
     if plan.recompute:
         stages = stage_of_ops(planned, plan) if plan.stages else {}
@@ -144,18 +144,6 @@ def check_end2end(graph: IRGraph) -> None:
             why=f"its shape is {tuple(first.shape)}" if first is not None else "it returns no tensor",
             hint="end2end modules return the loss first, as transformers models do when they are given labels",
         )
-
-
-def _split_dims(graph: IRGraph, plan: Plan) -> dict[str, dict[str, str]]:
-    """The name of the dim that each operator splits along each axis, in the training body or only in the other."""
-    found: dict[str, dict[str, str]] = {}
-    bodies = [body.dims for body in (graph, graph.eval_graph) if body is not None and body.dims is not None]
-    for op, assignment in plan.strategies.items():
-        for axis, strategy in assignment.items():
-            named = [dim.name for dims in bodies if (dim := dims.of_factor(op, split_factor(strategy) or "")) is not None]
-            if named:
-                found.setdefault(op, {})[axis] = named[0]
-    return found
 
 
 def plan_of(returned: Any, policy_name: str) -> Plan:

@@ -40,7 +40,11 @@ def read_plan_file(path: str | Path) -> Plan:
 
 def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
     """The plan of the file, if it fits."""
-    options = read_options(SavedOptions, config.pas_config, policy="saved")
+    return load_plan(read_options(SavedOptions, config.pas_config, policy="saved"), graph, config)
+
+
+def load_plan(options: SavedOptions, graph: PlannableGraph, config: ComputeConfig) -> Plan:
+    """The plan that the options name, on the ranks of the config."""
     plan = refit(read_plan_file(options.load_plan), graph, config.plan_ngpus, options.mesh)
     if options.num_microbatches is None:
         return plan

@@ -1,146 +1,242 @@
-"""``autodist``: the best plan that can be proved, over meshes of the plan's ranks."""
+"""``autodist``: the best plan that can be found, with what is certain of it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from shardwright.compiler.cost.hardware import Hardware, load_hardware
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.named import split_dim_names
 from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.compiler.plan.plan import Certificate, Plan
+from shardwright.compiler.schedule.generate import SCHEDULES
+from shardwright.policies.autodist.candidates import divisors, meshes, named
 from shardwright.policies.autodist.constraints import Constraints
 from shardwright.policies.autodist.placement import Placement, place
+from shardwright.policies.autodist.problem import Pricing
 from shardwright.policies.autodist.request import PlacementRequest
+from shardwright.policies.autodist.search import Candidate, Found, Placed, Search, Space, Wish
 from shardwright.policies.autodist.solver.problem import Infeasible
+from shardwright.policies.partition import starts_at
 from shardwright.policies.policy import Policy, read_options
+from shardwright.policies.saved import SavedOptions, load_plan
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import PlanError
+from shardwright.runtime.errors import ConfigError, PlanError
 from shardwright.runtime.layout import Mesh
-
-AXES = ("x", "y", "z")
-"""What the axes of meshes are called that the search tries."""
-
-MAX_AXES = 2
-"""Meshes of more axes are tried where they are asked for only."""
+from shardwright.runtime.swap import write_file
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutodistOptions:
-    """``hardware``: a preset or a hardware file, of at least ``plan_ngpus`` devices. ``mesh``: axes and sizes, major to minor;
-    without it all meshes of up to two axes are tried. ``memory_limit_gb``: of one device (default: what the hardware has).
-    ``time_limit_s``: for the whole search. ``pin``, ``forbid``, ``stored``: see
+    """Everything may be left to the search.
+
+    **Machine.** ``hardware``: a preset or a hardware file, of at least ``plan_ngpus`` devices. ``memory_limit_gb``: of one
+    device (default: what the hardware has).
+
+    **Mesh.** ``mesh``: axes and sizes of the ranks of one pipeline position, major to minor; without it all meshes of up to
+    ``max_axes`` axes are tried, none larger than ``max_split``. ``pin``, ``forbid``, ``stored``: see
     :class:`shardwright.policies.autodist.constraints.Constraints`; they name axes, so that they need a ``mesh``.
+
+    **Pipeline.** Searched where ``num_microbatches``, the samples of a step, is given. ``num_stages``: positions, 1 for no
+    pipeline. ``schedule``, ``chunks``, ``stage_starts``: as for policy ``hybrid``. ``update_freq``: microbatches of a step
+    whose gradients are accumulated, where there is no pipeline.
+
+    **Recompute.** ``recompute``: module paths computed again, whatever the memory; ``[]``: none. Left out, layers are computed
+    again as far as the memory asks for it.
+
+    ``time_limit_s``: for the whole search. ``save_plan``: a file for the plan; ``load_plan``: use the plan of a file and search
+    nothing.
     """
 
     hardware: str = "a100-80gb"
-    mesh: Mapping[str, int] | None = None
     memory_limit_gb: float | None = None
-    time_limit_s: float = 120.0
+    mesh: Mapping[str, int] | None = None
+    max_axes: int = 2
+    max_split: int | None = None
     pin: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     forbid: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     stored: Mapping[str, str] = field(default_factory=dict)
+    num_microbatches: int | None = None
+    num_stages: int | None = None
+    schedule: str | None = None
+    chunks: int | None = None
+    stage_starts: tuple[str, ...] | None = None
+    update_freq: int | None = None
+    recompute: tuple[str, ...] | None = None
+    time_limit_s: float = 120.0
+    save_plan: str | None = None
+    load_plan: str | None = None
 
 
 def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
-    """The fastest plan found on any mesh, with its certificate."""
+    """The fastest plan found, with its certificate."""
     options = read_options(AutodistOptions, config.pas_config, policy="autodist")
+    if options.load_plan is not None:
+        return load_plan(SavedOptions(load_plan=options.load_plan, num_microbatches=options.num_microbatches), graph, config)
     hardware = load_hardware(options.hardware, config.runtime_ngpus)
-    started = time.monotonic()
-    meshes = list(_meshes(options, config))
-    best: Placement | None = None
-    refused: list[tuple[Mesh, Infeasible]] = []
-    tried: list[str] = []
-    for index, mesh in enumerate(meshes):
-        left = options.time_limit_s - (time.monotonic() - started)
-        if left <= 0 and best is not None:
-            break
-        found = place(_request(graph, config, options, hardware, mesh, max(1.0, left / (len(meshes) - index))))
-        if isinstance(found, Infeasible):
-            refused.append((mesh, found))
-            tried.append(f"mesh {mesh}: {found.reason}")
-            continue
-        tried.append(f"mesh {mesh}: {found.cost_s * 1e3:.6g} ms, at least {found.bound_s * 1e3:.6g} ms")
-        if best is None or found.cost_s < best.cost_s:
-            best = found
-    if best is None:
+    found = search(graph, config, options, hardware)
+    if found.best is None:
         raise PlanError(
             f"no plan for {config.plan_ngpus} ranks fits on {hardware.name}",
-            why="; ".join(f"mesh {mesh}: {found.reason}" for mesh, found in refused),
+            why="; ".join(f"{title}: {reason}" for title, reason in found.refused.items()) or "nothing was tried",
             hint="more ranks (plan_ngpus), a larger memory_limit_gb, or fewer constraints",
         )
-    plan = best.plan if graph.eval_graph is None else _with_evaluation(best, graph.eval_graph)
-    return replace(plan, certificate=certificate(best, tried))
+    plan = replace(found.best.plan, policy="autodist", certificate=certificate(found, found.best, hardware))
+    if options.save_plan is not None:
+        write_file(Path(options.save_plan), plan.dumps().encode())
+    return plan
 
 
-def _request(
-    graph: PlannableGraph,
-    config: ComputeConfig,
-    options: AutodistOptions,
-    hardware: Hardware,
-    mesh: Mesh,
-    time_limit_s: float,
-) -> PlacementRequest:
+def search(graph: PlannableGraph, config: ComputeConfig, options: AutodistOptions, hardware: Hardware) -> Found:
+    """What a search with these options finds.
+
+    Raises:
+        ConfigError: options that contradict each other or the config.
+        PlanError: constraints or stages that the model does not have.
+    """
+    space = _space(graph, config, options, hardware)
+    placer = _Placer(graph, config, options, hardware)
+    return Search(graph, config, hardware, space, placer, time_limit_s=options.time_limit_s).run()
+
+
+def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificate:
+    """What is certain of the best plan."""
+    proof = best.placed.proof
+    if best.plan.stages:
+        proof += "; the stages were chosen by a model of the schedule, and the bound is the work without a bubble"
+    if found.interrupted is not None:
+        proof += f"; the search ended by {found.interrupted}"
+    tried = [f"{c.title}: {c.step_s * 1e3:.6g} ms, at least {c.bound_s * 1e3:.6g} ms" for c in (*found.audited, *found.others)]
+    tried += [f"{title}: {reason}" for title, reason in found.refused.items()]
+    space = f"{best.title}; {best.placed.space}"
+    return Certificate(best.step_s, min(found.bound_s, best.step_s), proof, space, hardware.name, tuple(tried))
+
+
+def _space(graph: PlannableGraph, config: ComputeConfig, options: AutodistOptions, hardware: Hardware) -> Space:
+    """The options as what is searched."""
+    _check(config, options)
     limit = hardware.device.memory_bytes if options.memory_limit_gb is None else options.memory_limit_gb * 1e9
-    return PlacementRequest(
-        graph,
-        mesh,
-        tuple(range(mesh.size)),
-        hardware,
-        config,
-        memory_limit_bytes=limit,
-        constraints=Constraints(options.pin, options.forbid, options.stored),
-        time_limit_s=time_limit_s,
-        outputs=output_wishes(graph, config),
+    schedules = [name for name, method in SCHEDULES.items() if method.trains and name != "gpipe"]
+    if options.schedule is not None:
+        schedules = [options.schedule]
+    return Space(
+        meshes=_meshes(config, options),
+        num_microbatches=options.num_microbatches or options.update_freq or 1,
+        num_positions=_num_positions(config, options),
+        schedules=schedules,
+        chunks=options.chunks,
+        stage_starts=None if options.stage_starts is None else starts_at(graph, options.stage_starts),
+        recompute=options.recompute,
+        memory_bytes=limit,
     )
 
 
-def _meshes(options: AutodistOptions, config: ComputeConfig) -> Iterator[Mesh]:
-    """The mesh asked for, or every way to arrange the ranks along up to :data:`MAX_AXES` axes."""
+def _num_positions(config: ComputeConfig, options: AutodistOptions) -> int | None:
+    """The pipeline positions that the options leave, ``None`` for any."""
+    if options.num_stages is not None:
+        return options.num_stages
     if options.mesh is not None:
-        mesh = Mesh(tuple(options.mesh.items()))
-        if mesh.size != config.plan_ngpus or min(size for _, size in mesh.axes) < 1:
-            raise PlanError(
-                f"the mesh of policy 'autodist' has {mesh.size} ranks",
-                why=f"mesh {mesh}, plan_ngpus={config.plan_ngpus}",
-                hint="make the product of the axes equal to plan_ngpus",
-            )
-        yield _ordered(mesh, config.rank_order)
-        return
-    named = [name for name, given in (("pin", options.pin), ("forbid", options.forbid), ("stored", options.stored)) if given]
-    if named or config.rank_order is not None:
-        raise PlanError(
-            f"policy 'autodist' has {' and '.join(named) or 'rank_order'} but no mesh",
+        return config.plan_ngpus // Mesh.of(options.mesh).size
+    return None if options.num_microbatches is not None else 1
+
+
+def _meshes(config: ComputeConfig, options: AutodistOptions) -> Mapping[int, list[Mesh]]:
+    """By number of ranks, the meshes to try."""
+    if options.mesh is not None:
+        mesh = Mesh.of(options.mesh)
+        if config.rank_order is not None:
+            mesh = _ordered(mesh, [name for name in config.rank_order.split("-") if name != "pp"])
+        return {mesh.size: [mesh]}
+    most = options.max_split or config.plan_ngpus
+    found = {size: meshes(size, options.max_axes) for size in divisors(config.plan_ngpus)}
+    return {size: [m for m in listed if all(n <= most for _, n in m.axes)] for size, listed in found.items()}
+
+
+def _ordered(mesh: Mesh, names: list[str]) -> Mesh:
+    if sorted(names) != sorted(mesh.names):
+        raise PlanError(f"order {'-'.join(names)!r} does not name the axes of the mesh", why=f"axes {mesh.names}")
+    return Mesh(tuple((name, mesh.axis_size(name)) for name in names))
+
+
+def _check(config: ComputeConfig, options: AutodistOptions) -> None:
+    """Refuse options that contradict each other or the config."""
+    given = [name for name in ("pin", "forbid", "stored") if getattr(options, name)]
+    given += ["rank_order"] if config.rank_order is not None else []
+    if given and options.mesh is None:
+        raise ConfigError(
+            f"policy 'autodist' has {' and '.join(given)} but no mesh",
             why="the axes they name are those of a mesh",
             hint="give the option mesh, for example {'dp': 2, 'tp': 4}",
         )
-    for sizes in factorizations(config.plan_ngpus, MAX_AXES):
-        yield Mesh(tuple(zip(AXES, sizes, strict=False)))
+    if options.mesh is not None:
+        mesh = Mesh.of(options.mesh)
+        positions = options.num_stages or 1
+        if min(size for _, size in mesh.axes) < 1 or config.plan_ngpus % mesh.size or "pp" in mesh.names:
+            why = f"mesh {mesh} is that of one pipeline position, plan_ngpus={config.plan_ngpus}"
+            raise ConfigError(
+                "the mesh of policy 'autodist' does not divide the ranks", why=why, hint="leave out the axis 'pp'"
+            )
+        if mesh.size * positions != config.plan_ngpus and (options.num_stages is not None or not options.num_microbatches):
+            raise ConfigError(
+                f"the mesh of policy 'autodist' has {mesh.size} ranks",
+                why=f"mesh {mesh}, num_stages={positions}, plan_ngpus={config.plan_ngpus}",
+                hint="make the product of the axes and num_stages equal to plan_ngpus",
+            )
+    pipeline = [name for name in ("schedule", "chunks", "stage_starts") if getattr(options, name) is not None]
+    pipeline += ["num_stages"] if (options.num_stages or 1) > 1 else []
+    if pipeline and options.num_microbatches is None:
+        raise ConfigError(
+            f"policy 'autodist' has {' and '.join(pipeline)} but no num_microbatches",
+            why="a pipeline is planned for the number of samples of a step",
+            hint="give num_microbatches",
+        )
+    if options.num_microbatches is not None and not config.use_end2end:
+        raise ConfigError(
+            "policy 'autodist' searches pipelines only with use_end2end=True",
+            why=f"num_microbatches={options.num_microbatches} is given",
+            hint="ComputeConfig(use_end2end=True, ...), with a model whose first result is the loss; or update_freq for "
+            "gradients accumulated without a pipeline",
+        )
+    if options.schedule is not None and not getattr(SCHEDULES.get(options.schedule), "trains", False):
+        trained = [name for name, method in SCHEDULES.items() if method.trains]
+        raise ConfigError(f"there is no schedule {options.schedule!r} to train with", hint=f"one of {', '.join(trained)}")
 
 
-def factorizations(number: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Every ordered product of at most ``most`` factors above 1 that gives ``number``, the fewest factors first."""
-    yield (number,)
-    if most > 1:
-        longer = [
-            (first, *rest)
-            for first in range(2, number)
-            if number % first == 0
-            for rest in factorizations(number // first, most - 1)
-            if 1 not in rest
-        ]
-        yield from sorted(longer, key=lambda sizes: (len(sizes), sizes))
+class _Placer:
+    """Places the model, keeping what does not change between the wishes for one mesh."""
 
+    def __init__(self, graph: PlannableGraph, config: ComputeConfig, options: AutodistOptions, hardware: Hardware) -> None:
+        self.graph, self.config, self.options, self.hardware = graph, config, options, hardware
+        self._deadline = time.monotonic() + options.time_limit_s
+        self._pricings: dict[Mesh, Pricing] = {}
 
-def _ordered(mesh: Mesh, order: str | None) -> Mesh:
-    if order is None:
-        return mesh
-    names = order.split("-")
-    if sorted(names) != sorted(mesh.names):
-        raise PlanError(f"order {order!r} does not name the axes of the mesh", why=f"axes {mesh.names}")
-    return Mesh(tuple((name, mesh.axis_size(name)) for name in names))
+    def __call__(self, wish: Wish) -> Placed:
+        request = PlacementRequest(
+            self.graph,
+            wish.mesh,
+            tuple(range(wish.mesh.size)),
+            self.hardware,
+            self.config,
+            memory_limit_bytes=wish.memory_bytes,
+            constraints=Constraints(self.options.pin, self.options.forbid, self.options.stored),
+            time_limit_s=max(1.0, (self._deadline - time.monotonic()) / 2),
+            microbatches=wish.num_microbatches,
+            outputs=output_wishes(self.graph, self.config),
+            recompute=wish.recompute,
+            in_flight=wish.in_flight,
+        )
+        pricing = self._pricings.setdefault(wish.mesh, Pricing(request))
+        found = place(request, pricing=pricing)
+        if isinstance(found, Infeasible):
+            raise PlanError("no placement fits", why=found.reason)
+        plan = found.plan if self.graph.eval_graph is None else _with_evaluation(found, self.graph.eval_graph)
+        if self.options.mesh is None:
+            plan = named(plan, split_dim_names(self.graph, plan))
+        return Placed(plan, found.bound_s, found.proof, str(found.space))
 
 
 def _with_evaluation(best: Placement, body: IRGraph) -> Plan:
@@ -163,13 +259,6 @@ def _with_evaluation(best: Placement, body: IRGraph) -> Plan:
     )
     assert not isinstance(found, Infeasible), found.reason
     return replace(plan, strategies={**found.plan.strategies, **plan.strategies})
-
-
-def certificate(best: Placement, found: Iterable[str] = ()) -> Certificate:
-    """What is certain of the plan."""
-    return Certificate(
-        best.cost_s, best.bound_s, best.proof, f"mesh {best.plan.mesh}: {best.space}", best.request.hardware.name, tuple(found)
-    )
 
 
 POLICY = Policy("autodist", apply, AutodistOptions, built_in=True)

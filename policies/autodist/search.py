@@ -45,11 +45,14 @@ from shardwright.runtime.layout import Mesh
 
 @dataclass(frozen=True)
 class Placed:
-    """The best placement of the whole model on one mesh. ``bound_s``: no placement on it takes less per microbatch."""
+    """The best placement of the whole model on one mesh. ``bound_s``: no placement on it takes less per step, for the reason
+    ``proof``, of those in ``space``.
+    """
 
     plan: Plan
     bound_s: float
-    exact: bool
+    proof: str
+    space: str
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,14 @@ class Candidate:
     title: str
     plan: Plan
     predicted_s: float
-    bound_s: float
+    placed: Placed
     cost: PlanCost | None = None
-    needed_bytes: float | None = None
+
+    @property
+    def bound_s(self) -> float:
+        """A pipeline on the same meshes takes at least its share of the work, without any bubble."""
+        positions = dict(self.plan.mesh.axes).get("pp", 1) if self.plan.stages else 1
+        return self.placed.bound_s / positions
 
     @property
     def step_s(self) -> float:
@@ -312,7 +320,7 @@ class Search:
             first_ops = [self.graph.ops[starts[stage.start]].name for stage in split.stages[1:]]
             plan = staged(plan, first_ops, num_positions, pace, self.space.num_microbatches)
         predicted = _predicted_s(split, blocks, num_positions, pace, self.space.num_microbatches)
-        return Candidate(title, plan, predicted, placed.bound_s / num_positions)
+        return Candidate(title, plan, predicted, placed)
 
     # -------------------------------------------------------------------------------------------- audits
 

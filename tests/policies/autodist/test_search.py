@@ -38,7 +38,7 @@ def by_thumb(wish: Wish) -> Placed:
     for axis, size in wish.mesh.axes:
         inner = axis == wish.mesh.names[-1]
         split_dims(builder, axis, choose_dims(graph(), size) if inner else batch_classes(graph()))
-    return Placed(builder.plan("by thumb"), 0.0, False)
+    return Placed(builder.plan("by thumb"), 0.0, "none", "by thumb")
 
 
 def search(place: Any = by_thumb, num_ranks: int = 4, **space: Any) -> Found:

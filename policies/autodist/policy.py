@@ -16,8 +16,9 @@ from shardwright.compiler.plan.plan import Certificate, Plan
 from shardwright.compiler.schedule.generate import SCHEDULES
 from shardwright.policies.autodist.candidates import divisors, meshes, named
 from shardwright.policies.autodist.constraints import Constraints
+from shardwright.policies.autodist.formulation import Node, OpNode
 from shardwright.policies.autodist.placement import Placement, place
-from shardwright.policies.autodist.problem import Pricing
+from shardwright.policies.autodist.problem import Pricing, formulate
 from shardwright.policies.autodist.request import PlacementRequest
 from shardwright.policies.autodist.search import Candidate, Found, Placed, Search, Space, Wish
 from shardwright.policies.autodist.solver.problem import Infeasible
@@ -85,7 +86,9 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
             why="; ".join(f"{title}: {reason}" for title, reason in found.refused.items()) or "nothing was tried",
             hint="more ranks (plan_ngpus), a larger memory_limit_gb, or fewer constraints",
         )
-    plan = replace(found.best.plan, policy="autodist", certificate=certificate(found, found.best, hardware))
+    best = found.best.plan
+    strategies = {op: assignment for op, assignment in best.strategies.items() if assignment}
+    plan = replace(best, strategies=strategies, policy="autodist", certificate=certificate(found, found.best, hardware))
     if options.save_plan is not None:
         write_file(Path(options.save_plan), plan.dumps().encode())
     return plan
@@ -232,11 +235,28 @@ class _Placer:
         pricing = self._pricings.setdefault(wish.mesh, Pricing(request))
         found = place(request, pricing=pricing)
         if isinstance(found, Infeasible):
-            raise PlanError("no placement fits", why=found.reason)
+            raise PlanError("no placement fits", why=_too_large(found, request, pricing))
         plan = found.plan if self.graph.eval_graph is None else _with_evaluation(found, self.graph.eval_graph)
         if self.options.mesh is None:
             plan = named(plan, split_dim_names(self.graph, plan))
         return Placed(plan, found.bound_s, found.proof, str(found.space))
+
+
+def _too_large(found: Infeasible, request: PlacementRequest, pricing: Pricing) -> str:
+    """Why nothing fits: how much is missing, and what takes most."""
+    if found.row is None or found.least_usage is None or request.memory_limit_bytes is None:
+        return found.reason
+    nodes = formulate(request, pricing).nodes
+    names = [_name(nodes[index]) for index in found.nodes[:3]]
+    return (
+        f"at least {found.least_usage / 1e9:.3g} GB, and {request.memory_limit_bytes / 1e9:.3g} GB are allowed; "
+        f"most of it for {', '.join(names)}"
+    )
+
+
+def _name(node: Node) -> str:
+    """What a node of the problem stands for: a parameter, an operator or a value."""
+    return node.op.name if isinstance(node, OpNode) else node.value.fqn or node.value.name
 
 
 def _with_evaluation(best: Placement, body: IRGraph) -> Plan:

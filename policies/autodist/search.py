@@ -189,8 +189,7 @@ class Search:
         """All schedules on one mesh: placed for speed alone first, and for the memory too if that does not fit, or only with
         layers computed again.
         """
-        sizes = [f"pp={num_positions}"] * (num_positions > 1) + [str(mesh)] * (mesh.size > 1)
-        title = " x ".join(sizes) or "one rank"
+        title = _title(num_positions, mesh)
         seen: list[Plan] = []
         for wish in self._wishes(num_positions, mesh):
             try:
@@ -201,6 +200,7 @@ class Search:
             if any(placed.plan.strategies == plan.strategies and placed.plan.stored == plan.stored for plan in seen):
                 continue
             seen.append(placed.plan)
+            title = _title(num_positions, placed.plan.mesh)  # its axes may have better names by now
             setting = Setting(self.hardware, self.config, tuple(range(mesh.size)), self.optimizer, self.times)
             program = lower(self.graph, placed.plan)
             tried = [
@@ -356,6 +356,11 @@ class Search:
         body = body_time(program, self.hardware, tuple(range(plan.mesh.size)), self.times)
         # The audit is of one microbatch; the others only add to the gradients.
         return replace(cost, step_s=cost.step_s + (self.space.num_microbatches - 1) * (body.forward_s + body.backward_s))
+
+
+def _title(num_positions: int, mesh: Mesh) -> str:
+    sizes = [f"pp={num_positions}"] * (num_positions > 1) + [str(mesh)] * (mesh.size > 1)
+    return " x ".join(sizes) or "one rank"
 
 
 def _in_flight(num_positions: int, pace: Pace, num_microbatches: int) -> InFlight:

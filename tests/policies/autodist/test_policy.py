@@ -1,0 +1,140 @@
+"""Policy ``autodist``: what it finds trains like one device, costs what its certificate says, and is no worse than others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import plans
+import pytest
+import torch
+import zoo
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shardwright.compiler.compile import compile_graph
+from shardwright.compiler.cost.audit import audit
+from shardwright.compiler.cost.hardware import load_hardware
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.trace import trace
+from shardwright.compiler.verification.verify import verify
+from shardwright.policies.registry import find_policy
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import ConfigError, PlanError
+
+
+def config_of(num_ranks: int, **options: Any) -> ComputeConfig:
+    pipelined = "num_microbatches" in options
+    return ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=pipelined, pas_config=options)
+
+
+def plan_of(graph: IRGraph, num_ranks: int, **options: Any) -> Plan:
+    config = config_of(num_ranks, **options)
+    return compile_graph(graph, find_policy("autodist").apply, config, policy_name="autodist").plan
+
+
+def traced(name: str) -> IRGraph:
+    entry = zoo.get(name)
+    return plans.traced(entry.build(), entry.inputs())
+
+
+def check(name: str, num_ranks: int, **options: Any) -> None:
+    entry = zoo.get(name)
+    report = verify(entry.build(), entry.inputs(), "autodist", config_of(num_ranks, **options), steps=2)
+    assert report.ok, str(report)
+
+
+def test_what_is_found_trains_like_one_device() -> None:
+    check("gpt2", 2)
+
+
+def test_a_pipeline_that_is_found_trains_like_one_device() -> None:
+    check("gpt2", 2, num_microbatches=4, num_stages=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "vit", "unet"])
+@pytest.mark.parametrize(("num_ranks", "options"), [(4, {}), (4, {"num_microbatches": 4}), (8, {"mesh": {"dp": 2, "tp": 4}})])
+def test_models_train_like_one_device(name: str, num_ranks: int, options: dict[str, Any]) -> None:
+    check(name, num_ranks, **options)
+
+
+def test_the_certificate_states_the_audited_cost() -> None:
+    graph = traced("gpt2")
+    plan = plan_of(graph, 4)
+    assert plan.certificate is not None
+    hardware = load_hardware("a100-80gb", 4)
+    config = config_of(4)
+    cost = audit(compile_graph(graph, lambda g, c: plan, config).program, config, hardware)
+    assert plan.certificate.cost_s == pytest.approx(cost.step_s, rel=1e-9)
+    assert 0 < plan.certificate.bound_s <= plan.certificate.cost_s
+    assert len(plan.certificate.found) == 2, "a line for every mesh"
+    assert Plan.from_json(json.loads(plan.dumps())) == plan
+
+
+def test_a_plan_can_be_saved_and_used_again(tmp_path: Path) -> None:
+    graph = traced("gpt2")
+    path = str(tmp_path / "plan.json")
+    made = plan_of(graph, 2, mesh={"tp": 2}, save_plan_path=path)
+    used = plan_of(graph, 2, load_plan_path=path)
+    assert used.strategies == made.strategies and used.stored == made.stored
+
+
+def wide_llama(num_layers: int) -> IRGraph:
+    """Layers of the width of Llama 8B, without weights."""
+    with torch.device("meta"):
+        fields = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=num_layers, vocab_size=32000, use_cache=False, **fields))
+    ids = torch.zeros(2, 2048, dtype=torch.long)
+    return trace(model.bfloat16(), {"input_ids": ids, "labels": ids})
+
+
+@pytest.mark.slow
+def test_no_other_policy_is_better_on_its_own_cost() -> None:
+    graph, hardware = wide_llama(4), load_hardware("a100-80gb", 8)
+
+    def step_s(policy: str, **options: Any) -> float:
+        config = ComputeConfig(plan_ngpus=8, runtime_ngpus=8, use_end2end=True, outputs="loss", pas_config=options)
+        compiled = compile_graph(graph, find_policy(policy).apply, config, policy_name=policy)
+        certificate = compiled.plan.certificate
+        return certificate.cost_s if certificate else audit(compiled.program, config, hardware).step_s
+
+    alone = step_s("autodist")
+    assert alone <= min(step_s("tp"), step_s("data")) * (1 + 1e-9)
+    pipelined = step_s("autodist", num_microbatches=16)
+    assert pipelined <= 16 * alone
+    for options in ({"num_stages": 2, "tp": 4}, {"num_stages": 4, "tp": 2}, {"num_stages": 2, "tp": 2, "dp": 2}):
+        assert pipelined <= step_s("hybrid", num_microbatches=16, **options) * (1 + 1e-9), options
+
+
+def refusal(error: type[Exception], **options: Any) -> str:
+    end2end = options.pop("use_end2end", False)
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=end2end, pas_config=options)
+    graph = plans.annotated(traced("mlp"))
+    with pytest.raises(error) as caught:
+        find_policy("autodist").apply(graph, config)
+    return str(caught.value)
+
+
+def test_refusals() -> None:
+    assert refusal(ConfigError, forbid={"ffn": ["tp"]}) == (
+        "policy 'autodist' has forbid but no mesh\n"
+        "  why:   the axes they name are those of a mesh\n"
+        "  try:   give the option mesh, for example {'dp': 2, 'tp': 4}"
+    )
+    assert refusal(ConfigError, mesh={"tp": 2}) == (
+        "the mesh of policy 'autodist' has 2 ranks\n"
+        "  why:   mesh tp=2, num_stages=1, plan_ngpus=4\n"
+        "  try:   make the product of the axes and num_stages equal to plan_ngpus"
+    )
+    assert refusal(ConfigError, mesh={"tp": 3}).startswith("the mesh of policy 'autodist' does not divide the ranks")
+    assert refusal(ConfigError, num_stages=2).startswith("policy 'autodist' has num_stages but no num_microbatches")
+    assert refusal(ConfigError, num_microbatches=4).startswith(
+        "policy 'autodist' searches pipelines only with use_end2end=True\n  why:   num_microbatches=4 is given"
+    )
+    assert refusal(ConfigError, num_microbatches=4, use_end2end=True, schedule="1f2b").startswith(
+        "there is no schedule '1f2b' to train with\n  try:   one of gpipe, 1f1b"
+    )
+    text = refusal(PlanError, memory_limit_gb=1e-9, mesh={"tp": 4})
+    assert text.startswith("no plan for 4 ranks fits on a100-80gb\n  why:   ") and "GB" in text

@@ -7,17 +7,33 @@ computes with it, and :meth:`Dynamic.size` turns what comes out into a sympy exp
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import sympy
 import torch
-from torch._dynamo.source import ConstantSource
+from torch._guards import GuardSource, Source
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from shardwright.compiler.ir.size import Size, simplify, symbol
 from shardwright.compiler.ir.value import SourceLocation
 from shardwright.compiler.trace.source import user_location
 from shardwright.runtime.errors import TraceError, did_you_mean
+
+
+@dataclass(frozen=True)
+class _NamedSize(Source):
+    """Where torch takes a symbol to come from. (Its own sources are in ``torch._dynamo``, which takes a second to import.)"""
+
+    label: str
+
+    @property
+    def guard_source(self) -> GuardSource:
+        return GuardSource.CONSTANT
+
+    @property
+    def _name_template(self) -> str:
+        return self.label
 
 
 class _WatchedShapeEnv(ShapeEnv):
@@ -72,7 +88,7 @@ class Dynamic:
 
     def _new_size(self, name: str, size: int) -> torch.SymInt:
         assert self.env is not None
-        source = ConstantSource(name)
+        source = _NamedSize(name)
         torch_symbol = self.env.create_symbol(size, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
         self._names[torch_symbol] = symbol(name)
         return cast(torch.SymInt, self.env.create_symintnode(torch_symbol, hint=size, source=source))

@@ -106,7 +106,7 @@ for policy, num_ranks in {policies!r}.items():
 """
 
 
-@pytest.mark.parametrize("seed", ["0", "1"])
+@pytest.mark.parametrize("seed", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_files_are_the_same_in_every_process(seed: str) -> None:
     """Byte for byte, whatever the order of sets and dicts of strings."""
     script = SCRIPT.format(helpers=str(HERE.parent / "_lib"), policies=POLICIES)

@@ -84,10 +84,7 @@ print(digest(t.trace(t.Model([1, 2, 3]), {{"x": t.X}})))
 
 
 def test_the_same_in_every_process() -> None:
-    folder = os.path.dirname(__file__)
-    digests = set()
-    for seed in ("0", "12345"):
-        env = {**os.environ, "PYTHONHASHSEED": seed}
-        command = [sys.executable, "-c", SCRIPT.format(folder=folder)]
-        digests.add(subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout)
-    assert len(digests) == 1 and len(digests.pop().strip()) == 64
+    env = {**os.environ, "PYTHONHASHSEED": "12345"}
+    command = [sys.executable, "-c", SCRIPT.format(folder=os.path.dirname(__file__))]
+    there = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout.strip()
+    assert there == digest(trace(Model([1, 2, 3]), {"x": X})) and len(there) == 64

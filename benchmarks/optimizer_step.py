@@ -37,11 +37,12 @@ Side = tuple[Step, Callable[[], float]]
 """A training step, and the MiB that the rank holds after it."""
 
 
-def held_mib(module: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    """Of parameters, gradients and optimizer state, each piece of memory once."""
+def held_mib(module: nn.Module, optimizer: torch.optim.Optimizer, buffers: Iterable[Tensor | None] = ()) -> float:
+    """Of parameters, gradients and optimizer state, each piece of memory once. ``buffers``: what else the optimizer keeps."""
     owners = [*module.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
     state = (x for values in optimizer.state.values() for x in values.values() if isinstance(x, Tensor))
-    return storage_bytes([*owners, *(p.grad for p in owners if p.grad is not None), *state]) / 2**20
+    kept = [x for x in (*buffers, *(p.grad for p in owners)) if x is not None]
+    return storage_bytes([*owners, *kept, *state]) / 2**20
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -55,7 +56,8 @@ def ours(options: dict[str, object], folder: str, batch: dict[str, Tensor]) -> S
     config = shardwright.ComputeConfig(plan_ngpus=1, runtime_ngpus=dist.get_world_size(), grad_reduction="mean", **options)
     model = shardwright.parallelize(make_model(), batch, "dp", config, gen_savedir=folder, reuse="moo")
     optimizer = shardwright.build_optimizer(model, torch.optim.AdamW, config, lr=LEARNING_RATE)
-    return stepper(model, optimizer, batch), lambda: held_mib(model, optimizer)
+    buckets = optimizer._reducer.buckets
+    return stepper(model, optimizer, batch), lambda: held_mib(model, optimizer, [bucket._buffer for bucket in buckets])
 
 
 def ddp(batch: dict[str, Tensor]) -> Side:

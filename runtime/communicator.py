@@ -51,8 +51,8 @@ class Transport(Protocol):
     def reduce_scatter(self, x: Tensor, result: Tensor) -> None:
         """The sum over the members of row ``index`` of their ``x [size, n]`` into ``result [n]``."""
 
-    def start_reduce_scatter(self, x: Tensor, sizes: list[int], result: Tensor) -> Work:
-        """The sum over the members of chunk ``index`` of their 1-D ``x``, cut into ``sizes``, into 1-D ``result``."""
+    def start_reduce_scatter_(self, x: Tensor, sizes: list[int]) -> Work:
+        """The sum over the members of chunk ``index`` of their 1-D ``x``, cut into ``sizes``, into that chunk."""
 
     def start_all_gather_(self, x: Tensor, sizes: list[int]) -> Work:
         """Chunk ``i`` of 1-D ``x``, cut into ``sizes``, from member ``i``."""
@@ -192,19 +192,16 @@ class Communicator:
         self.transport.reduce_scatter(rows, result)
         return result[: mine.numel()].view(mine.shape)
 
-    def reduce_scatter_async(self, x: Tensor, sizes: Sequence[int], *, phase: Phase = "gradients") -> tuple[Tensor, Work]:
-        """Begin to sum 1-D contiguous ``x [sum(sizes)]`` over the group; the caller gets chunk ``index`` of the sum.
+    def reduce_scatter_async_(self, x: Tensor, sizes: Sequence[int], *, phase: Phase = "gradients") -> Work:
+        """Begin to sum 1-D contiguous ``x [sum(sizes)]`` over the group; the caller's chunk of it becomes that of the sum.
 
-        The tensor returned holds it, and ``x`` may be touched again, when ``wait()`` of the work returns. In a group of one
-        it is ``x`` itself.
+        The other chunks are undefined then. ``x`` must not be touched until ``wait()`` of the result returns.
         """
         assert x.is_contiguous() and x.shape == (sum(sizes),), f"{tuple(x.shape)} is not cut into {list(sizes)}"
         if self.transport is None:
-            return x, _Done()
-        mine = sizes[self.index]
-        self._count(phase, "reduce_scatter", x, x.numel(), mine * (self.size - 1))
-        result = x.new_empty(mine)
-        return result, self.transport.start_reduce_scatter(x, list(sizes), result)
+            return _Done()
+        self._count(phase, "reduce_scatter", x, x.numel(), sizes[self.index] * (self.size - 1))
+        return self.transport.start_reduce_scatter_(x, list(sizes))
 
     def all_gather_async_(self, x: Tensor, sizes: Sequence[int], *, phase: Phase = "gradients") -> Work:
         """Begin to fill 1-D contiguous ``x [sum(sizes)]``: chunk ``i`` is that of member ``i``, the caller's is there already.

@@ -39,17 +39,25 @@ class ProcessGroupTransport:
         return _all_gather_single(result.view(-1), x, group=self.process_group, async_op=True)  # type: ignore[no-any-return]
 
     def reduce_scatter(self, x: Tensor, result: Tensor) -> None:
-        self.start_reduce_scatter(x.view(-1), [result.numel()] * x.size(0), result).wait()
+        if x.device.type == "cpu":
+            self._exchange_rows(x.view(-1), [result.numel()] * x.size(0), result).wait()
+        else:
+            _reduce_scatter_single(result, x.view(-1), group=self.process_group)
 
-    def start_reduce_scatter(self, x: Tensor, sizes: list[int], result: Tensor) -> Work:
-        even = len(set(sizes)) == 1
-        if even and x.device.type != "cpu":
-            return _reduce_scatter_single(result, x, group=self.process_group, async_op=True)  # type: ignore[no-any-return]
-        # Gloo's own is an all-reduce of everything. Exchanging the rows and adding here sends half as much, takes about half
-        # the time, and sums in rank order.
-        rows = x.new_empty(len(sizes), result.numel())
+    def start_reduce_scatter_(self, x: Tensor, sizes: list[int]) -> Work:
+        mine = torch.split(x, sizes)[dist.get_rank(self.process_group)]
+        if x.device.type == "cpu" or len(set(sizes)) > 1:
+            return self._exchange_rows(x, sizes, mine)
+        # NCCL works in place where the result is the rank's own chunk.
+        return _reduce_scatter_single(mine, x, group=self.process_group, async_op=True)  # type: ignore[no-any-return]
+
+    def _exchange_rows(self, x: Tensor, sizes: list[int], result: Tensor) -> Work:
+        # Gloo's own reduce-scatter is an all-reduce of everything. Exchanging the rows and adding here sends half as much, takes
+        # about half the time, and sums in rank order.
+        size = result.numel()
+        rows = x.new_empty(len(sizes), size)
         work = dist.all_to_all_single(
-            rows.view(-1), x, [result.numel()] * len(sizes), sizes, group=self.process_group, async_op=True
+            rows.view(-1), x, [size] * len(sizes), sizes, group=self.process_group, async_op=True
         )
         return _AddingRows(work, rows, x, result)
 

@@ -198,10 +198,11 @@ class ThreadTransport:
     def reduce_scatter(self, x: Tensor, result: Tensor) -> None:
         result.copy_(self._meet(f"reduce_scatter({_describe(x)})", x, lambda given: _reduce(given, "sum"))[self._index])
 
-    def start_reduce_scatter(self, x: Tensor, sizes: list[int], result: Tensor) -> Work:
+    def start_reduce_scatter_(self, x: Tensor, sizes: list[int]) -> Work:
         what = f"reduce_scatter({_describe(x)} as {sizes})"
         number, meeting = self._join(what, x, lambda given: torch.split(_reduce(given, "sum"), sizes))
-        return _ThreadWork(self._hub, meeting, self._index, number, result, lambda chunks: chunks[self._index])
+        mine = torch.split(x, sizes)[self._index]
+        return _ThreadWork(self._hub, meeting, self._index, number, mine, lambda chunks: chunks[self._index])
 
     def start_all_gather_(self, x: Tensor, sizes: list[int]) -> Work:
         mine = torch.split(x, sizes)[self._index]

@@ -145,7 +145,7 @@ class _Silence:
 
     def reduce_scatter(self, x: Tensor, result: Tensor) -> None: ...
 
-    def start_reduce_scatter(self, x: Tensor, sizes: list[int], result: Tensor) -> Work:
+    def start_reduce_scatter_(self, x: Tensor, sizes: list[int]) -> Work:
         return _Done()
 
     def all_to_all(self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]) -> None: ...

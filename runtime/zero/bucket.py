@@ -59,8 +59,7 @@ class ShardedBucket(Bucket):
         self.low, self.high = bounds[group.inside.index : group.inside.index + 2]
         starts = itertools.accumulate(self.sizes, initial=0)
         self.offsets = [start + shard.start - self.low for start, shard in zip(starts, shards, strict=False)]
-        self._arriving: Tensor | None = None  # this rank's slice of the sum under way
-        self._mine: Tensor | None = None  # the sum of those that have come
+        self._mine: Tensor | None = None  # this rank's slice of the sum, over all backward passes that have been reduced
         self._used: set[int] = set()  # members that some rank used
         self._is_published = False  # the shards have their gradients
 
@@ -98,7 +97,7 @@ class ShardedBucket(Bucket):
     def _launch(self, buffer: Tensor) -> list[Work]:
         if not self._scatters:
             return super()._launch(buffer)
-        self._arriving, work = self.group.inside.reduce_scatter_async(buffer[: self.length], self.slice_sizes)
+        work = self.group.inside.reduce_scatter_async_(buffer[: self.length], self.slice_sizes)
         return [work, self.communicator.all_reduce_async(buffer[self.length :])]
 
     def end_round(self) -> None:
@@ -107,13 +106,13 @@ class ShardedBucket(Bucket):
             return
         self.wait()
         self._note_used()
-        arriving, self._arriving = self._arriving, None
-        assert arriving is not None
-        self._mine = arriving if self._mine is None else self._mine.add_(arriving)
+        arriving = self._allocated()[self.low : self.high]
         for member in self.members:
             member.parameter.grad = None
         if self._frees or not self._is_contiguous:
             self._buffer, self._views = None, []
+            arriving = arriving.clone() if self._mine is None else arriving
+        self._mine = arriving if self._mine is None else self._mine.add_(arriving)
 
     def finish(self, divisor: int, after: Callable[[Tensor], None]) -> None:
         """Wait for the sum, divide it, and give each shard its gradient."""
@@ -136,7 +135,7 @@ class ShardedBucket(Bucket):
     def clear(self, set_to_none: bool) -> None:
         """Forget the gradients of parameters and shards. Without ``set_to_none`` those that had one keep one of zeros."""
         used = {index for index, member in enumerate(self.members) if member.parameter.grad is not None} | self._used
-        self._mine, self._arriving = None, None
+        self._mine = None
         self._used, self._is_published = set(), False
         for shard in self.shards:
             shard.tensor.grad = None

@@ -38,11 +38,12 @@ def collectives() -> dict[str, Any]:
         results["reduce_scatter"] = everyone.reduce_scatter(whole)
         results["reduce_scatter_uneven"] = everyone.reduce_scatter(whole, 1, sizes)
         flat = torch.arange(6.0) * (world.rank + 1)
-        scattered, work = everyone.reduce_scatter_async(flat, sizes)
-        even, other = tp.reduce_scatter_async(flat.clone(), [3, 3])
-        other.wait()
-        work.wait()
-        results["reduce_scatter_async"], results["reduce_scatter_async_even"] = scattered, even
+        even = flat.clone()
+        works = everyone.reduce_scatter_async_(flat, sizes), tp.reduce_scatter_async_(even, [3, 3])
+        for work in reversed(works):
+            work.wait()
+        results["reduce_scatter_async"] = torch.split(flat, sizes)[world.rank].clone()
+        results["reduce_scatter_async_even"] = torch.split(even, 3)[tp.index].clone()
         for name, chunks, group in (("uneven", sizes, everyone), ("even", [3, 3], tp)):
             buffer = torch.full((6,), -1.0)
             torch.split(buffer, chunks)[group.index].fill_(world.rank)

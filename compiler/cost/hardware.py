@@ -220,7 +220,7 @@ def _check_tiers(tiers: tuple[Tier, ...], name: str) -> None:
         raise ConfigError(
             f"the devices of hardware {name!r} are not connected",
             why=f"its outermost tier, {tiers[-1].name}, has {len(tiers[-1].sizes)} groups for {total} devices",
-            hint="ask for fewer devices, or add a tier with sizes 'all' that joins the groups",
+            hint="ask for fewer devices, calibrate with more ranks, or add a tier with sizes 'all' that joins the groups",
         )
 
 

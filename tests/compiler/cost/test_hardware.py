@@ -298,7 +298,7 @@ def test_more_devices_than_a_file_connects() -> None:
     assert _error(small(lambda d: d["tiers"].pop()), 4) == (
         "the devices of hardware 'small' are not connected\n"
         "  why:   its outermost tier, node, has 3 groups for 4 devices\n"
-        "  try:   ask for fewer devices, or add a tier with sizes 'all' that joins the groups"
+        "  try:   ask for fewer devices, calibrate with more ranks, or add a tier with sizes 'all' that joins the groups"
     )
     assert _error(SMALL, 0) == "num_devices is at least 1, not 0\n  where: own.json"
 

@@ -66,6 +66,7 @@ class ComputeConfig:
     ``inference_only`` compiles no backward. ``use_zero`` splits optimizer state over the ranks that hold copies of a parameter:
     stage 1, or with 2 gradients are freed once they are reduced. ``zero_ngroups`` deals the units into groups that split the
     state among themselves; ``zero_use_reduce_scatter`` sends a rank the gradients it needs only (stage 2 always does).
+    Stage 3 stores the parameters themselves in pieces over the units of a group, and over the axes that split the batch.
     ``distributed_optimizer`` is the full option table (which scatters, and means stage 1 unless ``use_zero`` says 2).
 
     **Model.** ``use_end2end``: the first result of ``forward`` is the loss, and ``train_step`` runs it.

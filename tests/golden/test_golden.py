@@ -24,15 +24,17 @@ from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 
 HERE = Path(__file__).parent
-POLICIES = {"dp": 1, "tp": 2, "data": 2}
+POLICIES = {"dp": 1, "tp": 2, "data": 2, "zero3": 1}
+"""Ranks of a unit. ``zero3``: copies on two units that store parameters in pieces."""
 WIDTH = 128
 
 
 @functools.cache
-def compiled(policy: str) -> Compiled:
-    num_ranks = POLICIES[policy]
+def compiled(name: str) -> Compiled:
+    num_ranks = POLICIES[name]
+    policy, zero = ("dp", 3) if name == "zero3" else (name, 0)
     graph = trace(tiny_gpt.GPT(), tiny_gpt.dummy_args())
-    config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks)
+    config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=2 if zero else num_ranks, use_zero=zero)
     return compile_graph(graph, find_policy(policy).apply, config, policy_name=policy, digest="0123abcd", version="0.1.0")
 
 
@@ -97,12 +99,13 @@ from shardwright.compiler.trace.api import trace
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 
-for policy, num_ranks in {policies!r}.items():
-    config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks)
+for name, num_ranks in {policies!r}.items():
+    policy, zero = ("dp", 3) if name == "zero3" else (name, 0)
+    config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=2 if zero else num_ranks, use_zero=zero)
     graph = trace(tiny_gpt.GPT(), tiny_gpt.dummy_args())
     made = compile_graph(graph, find_policy(policy).apply, config, policy_name=policy, digest="0123abcd", version="0.1.0")
-    for name, text in sorted(made.files.items()):
-        print(policy, name, hashlib.sha256(text.encode()).hexdigest())
+    for file, text in sorted(made.files.items()):
+        print(name, file, hashlib.sha256(text.encode()).hexdigest())
 """
 
 

@@ -61,6 +61,7 @@ def test_tied_embeddings(case: str) -> None:
         pytest.param("gpt2", "tp=2 to one", 2, {"use_zero": True}, marks=pytest.mark.slow),
         ("gpt2", "tp=2 to one", 2, {"distributed_optimizer": {"overlap_param_sync": True, "bucket_cap_mb": 1e-3}}),
         pytest.param("gpt2", "dp=2 to tp=3", 2, {"use_zero": 2, "reducer_bucket_cap_mb": 1e-6}, marks=pytest.mark.slow),
+        ("gpt2", "tp=2 to one", 2, {"use_zero": 3}),
     ],
 )
 def test_units_and_ways_to_reduce(name: str, case: str, num_units: int, settings: dict[str, Any]) -> None:

@@ -9,18 +9,33 @@ import pytest
 import torch
 import zoo
 
+from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.ir.graph import Tree
+from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.passes.verify_program import TABLE, verify_program
 from shardwright.compiler.plan.conversion import CutSizes
 from shardwright.compiler.plan.program import Adapt, Compute, Program
+from shardwright.policies.registry import find_policy
+from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import InternalError
-from shardwright.runtime.layout import Layout
+from shardwright.runtime.layout import ZERO, Layout
 
 
 @functools.cache
 def program_of(name: str = "gpt2", policy: str = "tp") -> Program:
     entry = zoo.get(name)
     program = plans.compile_with(plans.traced(entry.build(), entry.inputs()), policy, 2).program
+    assert isinstance(program, Program)
+    return program
+
+
+@functools.cache
+def zero_program(policy: str = "tp", num_ranks: int = 2) -> Program:
+    """Parameters in pieces over two units."""
+    entry = zoo.get("gpt2")
+    graph = plans.traced(entry.build(), entry.inputs())
+    config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=2 * num_ranks, use_zero=3)
+    program = compile_graph(graph, find_policy(policy).apply, config).program
     assert isinstance(program, Program)
     return program
 
@@ -254,3 +269,45 @@ def test_the_evaluation_body_is_verified_too() -> None:
     verify_program(program)
     adapter = first(program.eval_program, "all_reduce")
     refused(replace(program, eval_program=with_step(program.eval_program, adapter, backward="all_reduce")), "goes from P to R")
+
+
+# ------------------------------------------------------------------------------------------------------------ ZeRO-3
+
+
+@pytest.mark.parametrize(("policy", "num_ranks"), [("dp", 1), ("tp", 2), ("data", 2)])
+def test_parameters_in_pieces_over_units(policy: str, num_ranks: int) -> None:
+    program = zero_program(policy, num_ranks)
+    verify_program(program)
+    assert all(
+        (ZERO in d.layout.cut_axes) == (d.value.fqn is not None and len(d.value.shape) > 1) for d in program.declarations
+    )
+    over_units = [a for a in program.adapters() if a.step.axis == ZERO]
+    assert {(a.step.kind, a.step.backward) for a in over_units} == {("all_gather", "reduce_scatter")}
+
+
+def test_a_gradient_that_is_not_summed_over_units() -> None:
+    """As R the loss would be right too."""
+    program = zero_program()
+    adapter = next(a for a in program.adapters() if a.step.axis == ZERO)
+    after = replace(adapter.step.after, grad_partial=())
+    refused(with_step(program, adapter, after=after, backward="slice"), "needs .* as .* and gets")
+    refused(with_step(program, adapter, backward="slice"), "adapter all_gather of .* goes from S to G on zero")
+
+
+def test_a_piece_in_the_place_of_the_weight() -> None:
+    program = zero_program("dp", 1)
+    adapter = next(a for a in program.adapters() if a.step.axis == ZERO)
+    reader = next(i for i in program.body if isinstance(i, Compute) and adapter.result in i.op.operands)
+    operands = {adapter.result: adapter.value}
+    op = reader.op.map_args(lambda leaf: operands.get(leaf, leaf) if isinstance(leaf, IRValue) else leaf)
+    refused(swapped(program, reader, replace(reader, op=op)), "needs .* and gets")
+
+
+def test_nothing_but_parameters_lies_over_units() -> None:
+    program = zero_program("dp", 1)
+    wrong = tuple(
+        d if d.value.kind is ValueKind.PARAMETER else replace(d, layout=Layout.parse("[8/zero]")) for d in program.declarations
+    )
+    buffer = IRValue("table", (8,), torch.float64, kind=ValueKind.BUFFER, fqn="table")
+    wrong = (*wrong, replace(program.declarations[0], value=buffer, layout=Layout.parse("[8/zero]")))
+    refused(replace(program, declarations=wrong), "is no parameter and stored over units")

@@ -8,11 +8,13 @@ from collections import deque
 from collections.abc import Sequence
 
 from shardwright.compiler.cost.communication import estimate
-from shardwright.compiler.cost.time import forward_s
+from shardwright.compiler.cost.hardware import load_hardware
+from shardwright.compiler.cost.operators import op_time
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.size import product
 from shardwright.compiler.passes.stages import from_nothing
 from shardwright.runtime.errors import PlanError
+from shardwright.runtime.layout import Mesh
 
 
 def balanced_cuts(times: Sequence[int], traffic: Sequence[float], num_parts: int) -> list[int]:
@@ -85,13 +87,18 @@ def _cheapest(sums: Sequence[int], places: Sequence[int], traffic: Sequence[floa
     return cuts[::-1]
 
 
+BALANCED_ON = "a100-80gb"
+"""The machine whose times balance stages. Only ratios between operators matter."""
+
+
 def stage_starts(graph: IRGraph, num_stages: int) -> list[str]:
     """The first operator of every stage but the first, balanced by estimated time.
 
     Operators that every stage makes for itself cost nothing here; a stage does not begin inside a recompute region.
     """
     free = from_nothing(graph)
-    times = [0 if op.name in free else max(0, round(forward_s(op) * 1e15)) for op in graph.ops]
+    machine = load_hardware(BALANCED_ON)
+    times = [0 if op.name in free else round(op_time(op, {}, Mesh(), machine).total_s * 1e15) for op in graph.ops]
     starts = balanced_cuts(times, cut_traffic(graph, free), num_stages)
     return [graph.ops[i].name for i in starts]
 

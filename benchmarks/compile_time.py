@@ -2,7 +2,7 @@
 
     python benchmarks/compile_time.py [--repeat 3] [--json FILE]
 
-Policy ``tp``; weights on the meta device; each run in a process of its own, imports not counted. Time is wall time and CPU
+Policy ``tp``, or ``hybrid`` where there are stages; weights on the meta device; each run in a process of its own, imports not counted. Time is wall time and CPU
 time of everything from the module to the files on disk; memory is the peak resident size of the process, torch and
 transformers included (their share is the row "nothing").
 """
@@ -29,6 +29,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "by layers, GPT-2, 8 ranks": [{**NARROW, "layers": layers, "ranks": 8} for layers in (2, 8, 24, 48, 96)],
     "by ranks, GPT-2 of 1024 heads, 24 layers": [{**WIDE, "ranks": ranks} for ranks in (2, 8, 64, 256, 1024)],
     "Llama-7B shape, 32 layers, 8 ranks": [{"model": "llama", "layers": 32, "ranks": 8}],
+    "GPT-2 in stages, pp 8 x tp 8": [{**NARROW, "layers": layers, "ranks": 64, "stages": 8} for layers in (24, 96)],
 }
 
 
@@ -53,13 +54,21 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         model = make()
         tokens = torch.zeros(4, 512, dtype=torch.int64)
         with tempfile.TemporaryDirectory() as folder:
+            pipeline: dict[str, Any] = {"num_stages": case.get("stages", 1), "tp": 8, "num_microbatches": 16}
+            config = ComputeConfig(
+                plan_ngpus=case["ranks"],
+                runtime_ngpus=case["ranks"],
+                outputs="loss",
+                use_end2end="stages" in case,
+                pas_config=pipeline if "stages" in case else {},
+            )
             wall, cpu = time.perf_counter(), time.process_time()
             made = generate(
                 Order(
                     source=ModuleSource.of(type(model), lambda: model),
                     dummy_args={"input_ids": tokens, "labels": tokens, "use_cache": False},
-                    policy=find_policy("tp"),
-                    config=ComputeConfig(plan_ngpus=case["ranks"], runtime_ngpus=case["ranks"], outputs="loss"),
+                    policy=find_policy("hybrid" if "stages" in case else "tp"),
+                    config=config,
                     directory=Path(folder) / "generated",
                 )
             )

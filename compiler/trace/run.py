@@ -41,7 +41,13 @@ def run_once(module: torch.nn.Module, arguments: Arguments, dynamic_dims: Dynami
     """Trace ``module`` in training or eval mode; the module is left as it was."""
     with unchanged(module):
         module.train(training)
-        return _Run(module, arguments, dynamic_dims, name).trace()
+        run = _Run(module, arguments, dynamic_dims, name)
+        try:
+            return run.trace()
+        finally:
+            # Fakes refer to the mode and to each other through graphs of autograd, where Python finds no cycles to free:
+            # without this the module would live for ever.
+            run.mode.lift = None
 
 
 class _Run:

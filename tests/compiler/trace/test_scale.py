@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
+import torch
+
+from shardwright.compiler.trace import trace
 
 SCRIPT = """
 import resource, time, torch, transformers
@@ -38,3 +43,13 @@ def test_time_and_memory(layers: int, sizes: dict[str, int], limit_s: float) -> 
     assert ops > 40 * layers
     assert gib < 2
     assert seconds < limit_s
+
+
+def test_nothing_keeps_the_module_alive() -> None:
+    """Fakes of one trace hold each other through graphs of autograd, which Python's collector does not see into."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+    graph = trace(module, {"input": torch.ones(2, 4)})
+    alive = weakref.ref(module)
+    del module
+    gc.collect()
+    assert alive() is None and graph.ops

@@ -35,14 +35,23 @@ def fit_products(points: Points) -> tuple[dict[str, float], dict[str, Efficiency
 
 
 def fit_streams(points: Points) -> tuple[float, BandwidthTable, float]:
-    """``(bytes/s of large tensors, bytes/s by size, error)``: at each size all streams together."""
+    """``(bytes/s of large tensors, bytes/s by size, error)``.
+
+    The first is that of the largest copy into memory that is there already. By size all streams count together, those too that
+    make new tensors, as operators do: large ones pay for pages they have not used before.
+    """
     by_size: dict[int, Points] = {
         size: [p for p in points if p["size"] == size] for size in sorted({p["size"] for p in points})
     }
     num_bytes = tuple(round(statistics.fmean(p["bytes"] for p in own)) for own in by_size.values())
     rates = tuple(sum(p["bytes"] for p in own) / sum(p["seconds"] for p in own) for own in by_size.values())
     table = BandwidthTable(num_bytes, rates)
-    return rates[-1], table, mean_error((p["seconds"], p["bytes"] / table.at(p["bytes"])) for p in points)
+    largest = next(point for point in reversed(points) if point["stream"] == "copy")
+    return (
+        largest["bytes"] / largest["seconds"],
+        table,
+        mean_error((p["seconds"], p["bytes"] / table.at(p["bytes"])) for p in points),
+    )
 
 
 def fit_launches(points: Points) -> tuple[float, float]:

@@ -192,7 +192,7 @@ def optimizer_s(num_elements: float, element_bytes: float, state_bytes: float, h
     """Seconds of an optimizer's step over so many local elements with ``state_bytes`` of state each: one that goes over
     parameter and state twice (read, write) and over the gradient once, in torch's unfused form :data:`UNFUSED` times that.
     """
-    return hardware.device.memory_s(UNFUSED * num_elements * (3 * element_bytes + 2 * state_bytes))
+    return UNFUSED * num_elements * (3 * element_bytes + 2 * state_bytes) / hardware.device.bytes_per_s
 
 
 UNFUSED = 2.5

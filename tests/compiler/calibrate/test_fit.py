@@ -90,13 +90,13 @@ def test_products_become_a_table_and_are_checked_between_its_points() -> None:
 def test_streams_keep_their_size() -> None:
     points = [
         {"stream": name, "size": size, "bytes": passes * size, "seconds": passes * size / rate}
-        for size, rate in ((1000, 1e11), (100000, 1e10))
-        for name, passes in (("copy", 2), ("add", 3))
+        for size, rates in ((1000, (1e11, 1e11)), (100000, (2e10, 0.75e10)))
+        for name, passes, rate in (("copy", 2, rates[0]), ("add", 3, rates[1]))
     ]
     bytes_per_s, table, error = fit_streams(points)
-    assert bytes_per_s == pytest.approx(1e10)
+    assert bytes_per_s == pytest.approx(2e10)  # of the large copy; additions make new tensors
     assert table.num_bytes == (2500, 250000) and table.bytes_per_s == pytest.approx((1e11, 1e10))
-    assert 0 < error < 0.2  # the two streams of one size lie beside the table's point
+    assert 0.1 < error < 0.4  # the two large streams lie on either side of the table's point
 
 
 def test_launches_take_the_median() -> None:

@@ -154,28 +154,30 @@ class Footprints:
         self, instruction: Instruction, forms: Sequence[TensorForm], incoming: Sequence[TensorForm | None]
     ) -> Backward:
         operands = self._operands(forms)
-        with torch.enable_grad():
+        kept: list[Tensor] = []
+        with torch.enable_grad(), saving_to(kept):
             results = self._call(instruction, operands)
         wanted = [i for i, x in enumerate(operands) if x.requires_grad]
         gradients = [None if f is None else self.rank.tensor(f.shape, f.dtype, strides=f.strides) for f in incoming]
         sent = [(y, g) for y, g in zip(results, gradients, strict=True) if g is not None and y.requires_grad]
         outputs, grad_outputs = [y for y, _ in sent], [g for _, g in sent]
-        del results, sent
-        with self.rank.mode, LiveBytes([*operands, *outputs, *grad_outputs]) as live:
+        live = LiveBytes([*operands, *outputs, *grad_outputs, *kept])
+        del results, sent, kept
+        with self.rank.mode, live:
             before = live.now
             found = torch.autograd.grad(outputs, [operands[i] for i in wanted], grad_outputs, allow_unused=True)
         numbers = {g.untyped_storage()._cdata: index for index, g in enumerate(gradients) if g is not None}
         made: list[int] = []
         storages = []
-        kept = [(i, g) for i, g in zip(wanted, found, strict=True) if g is not None]
-        for _, g in kept:
+        given = [(i, g) for i, g in zip(wanted, found, strict=True) if g is not None]
+        for _, g in given:
             storage = g.untyped_storage()
             if storage._cdata not in numbers:
                 numbers[storage._cdata] = len(gradients) + len(made)
                 made.append(storage.nbytes())
             storages.append(numbers[storage._cdata])
-        forms = tuple(TensorForm.of(g) for _, g in kept)
-        return Backward(tuple(i for i, _ in kept), forms, tuple(storages), tuple(made), live.peak - before)
+        made_forms = tuple(TensorForm.of(g) for _, g in given)
+        return Backward(tuple(i for i, _ in given), made_forms, tuple(storages), tuple(made), live.peak - before)
 
     def _assumed(self, instruction: Instruction, forms: Sequence[TensorForm], trains: bool) -> Forward:
         """Of an instruction that does not run without numbers: results of their own, and everything is kept."""

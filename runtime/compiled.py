@@ -20,13 +20,15 @@ from shardwright.runtime.scope import Scope
 class CompiledModule(Scope):
     """One rank's part of a compiled module, as far as its training is concerned.
 
-    ``mesh``: of a unit. ``compute_config``: what it was compiled with, set by the loader. ``shared``: the parameters that
+    ``mesh``: of a unit. ``compute_config``: what it was compiled with. ``use_order``: the parameters, those of other stages
+    too, in the order in which forward first uses them. The loader sets both. ``shared``: the parameters that
     several pipeline stages hold, with their stages. ``ranks``: this rank's place in its unit. ``rng``: seed, step and
     microbatch of its random numbers. ``reducer``: what sums its gradients, once there is one.
     """
 
     mesh: ClassVar[Mesh]
     compute_config: ClassVar[ComputeConfig | None] = None
+    use_order: ClassVar[tuple[str, ...]] = ()
     shared: ClassVar[Mapping[str, tuple[int, ...]]] = {}
 
     ranks: RankMesh

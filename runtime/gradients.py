@@ -61,7 +61,9 @@ class TrainedModel:
                 self._ordinary[name] = parameter
         for part in self.parallel_modules:
             groups = part.gradient_groups()
-            for declaration, parameter in part.trained_parameters():
+            # Backward reaches last what forward uses first. What it never reaches must not hold up others either.
+            use = {name: position for position, name in enumerate(part.use_order)}
+            for declaration, parameter in sorted(part.trained_parameters(), key=lambda item: use.get(item[0].name, -1)):
                 name, group = names[id(parameter)], groups[declaration.name]
                 is_counted = part.is_counted(declaration)
                 is_shared, over_units = declaration.name in part.shared, ZERO in declaration.layout.cut_axes

@@ -46,6 +46,7 @@ def load_class(directory: Path | str, rank: int | None = None) -> type[ParallelM
             hint="give the class its name back, or compile again with reuse='override'",
         )
     loaded.compute_config = manifest.config
+    loaded.use_order = manifest.use_order
     return loaded
 
 

@@ -35,6 +35,7 @@ class Manifest:
     ``key``: the digest of what was asked for (traced graph, config, policy, versions). ``class_name``: of the generated
     class. ``mesh``: of one unit; there is one code file per rank of it. ``files``: name to hex sha256 of every file made.
     ``tensors``: parameters, buffers and constants by name, in the order of the original ``named_parameters()``.
+    ``use_order``: the parameters in the order in which forward first uses them; backward reaches them in the reverse one.
     ``request``: the config and whatever else the compiler needs to recognise its own work, as JSON.
     """
 
@@ -45,6 +46,7 @@ class Manifest:
     files: Mapping[str, str]
     tensors: Mapping[str, Declaration]
     request: Mapping[str, Any] = field(default_factory=dict)
+    use_order: tuple[str, ...] = ()
     format_version: int = FORMAT_VERSION
     shardwright_version: str = __version__
     torch_version: str = field(default_factory=lambda: str(torch.__version__))
@@ -70,6 +72,7 @@ class Manifest:
             "policy": self.policy,
             "files": dict(sorted(self.files.items())),
             "tensors": {name: declaration.to_json() for name, declaration in self.tensors.items()},
+            "use_order": list(self.use_order),
             "request": dict(self.request),
         }
 
@@ -84,6 +87,7 @@ class Manifest:
             files=dict(data["files"]),
             tensors={name: Declaration.from_json(name, item) for name, item in data["tensors"].items()},
             request=dict(data["request"]),
+            use_order=tuple(data.get("use_order", ())),
             format_version=data["format_version"],
             shardwright_version=data["shardwright_version"],
             torch_version=data["torch_version"],

@@ -52,8 +52,8 @@ class ProcessGroupTransport:
         return _reduce_scatter_single(mine, x, group=self.process_group, async_op=True)  # type: ignore[no-any-return]
 
     def _exchange_rows(self, x: Tensor, sizes: list[int], result: Tensor) -> Work:
-        # Gloo's own reduce-scatter is an all-reduce of everything. Exchanging the rows and adding here sends half as much, takes
-        # about half the time, and sums in rank order.
+        # Gloo's own reduce-scatter is an all-reduce of everything. Exchanging the rows and adding here sends half as much,
+        # takes about half the time, and sums in rank order.
         size = result.numel()
         rows = x.new_empty(len(sizes), size)
         work = dist.all_to_all_single(

@@ -5,8 +5,10 @@ import torch
 from mlp_files import make_batch, make_model, write_files
 from mlp_training import adamw
 
+from shardwright.compiler.verification.verify import compile_into
 from shardwright.runtime.bucket import GradientSum, pack
 from shardwright.runtime.communicator import Communicator
+from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.counters import CommunicationCounters
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.layout import Layout
@@ -254,3 +256,37 @@ def test_synchronising_inside_no_sync_is_refused(files):
         "  why:   there they are only accumulated\n"
         "  try:   leave the no_sync() block before the last backward"
     )
+
+
+class Backwards(torch.nn.Module):
+    """Registered in the reverse order of their use, with one that is not used at all."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        for name in ("idle", "last", "middle", "first"):
+            setattr(self, name, torch.nn.Linear(4, 4, bias=False))
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x))))).square().sum()
+
+
+@pytest.mark.parametrize(("policy", "plan_ngpus"), [("dp", 1), ("pp", 2)])
+def test_buckets_are_in_the_reverse_order_of_use(tmp_path, policy, plan_ngpus):
+    config = {"plan_ngpus": plan_ngpus, "runtime_ngpus": 2 * plan_ngpus, "use_end2end": True, "reducer_bucket_cap_mb": 1e-6}
+    x = torch.ones(2, 4)
+    directory = compile_into(tmp_path, Backwards(), {"x": x}, policy, ComputeConfig.of({**config, "use_async_reducer": True}))
+
+    def on_rank(rank):
+        module = load_class(directory)()
+        reducer = build_optimizer(module, adamw)._reducer
+        order = []
+        for bucket in reducer.buckets:
+            (member,) = bucket.members
+            member.parameter.register_hook(lambda grad, name=member.name: order.append(name))
+        module.train_step([x] * getattr(module, "num_microbatches", 1))
+        return [bucket.members[0].name for bucket in reducer.buckets], list(dict.fromkeys(order))
+
+    for buckets, arrived in run_ranks(2 * plan_ngpus, on_rank):
+        assert buckets[: len(arrived)] == arrived, "the one that is never reached comes last"
+        assert arrived and all(name == "idle.weight" for name in buckets[len(arrived) :])

@@ -162,6 +162,13 @@ class Network:
             if node in row.usage:
                 row.usage[node] = self.pool.take(row.usage[node], (index,))
 
+    def duplicate(self) -> Network:
+        """A copy that can be changed by itself; arrays and the pool are shared."""
+        whole = self.copy_of_nodes(self.costs)
+        whole.edges = dict(self.edges)
+        whole.neighbours = {node: set(others) for node, others in self.neighbours.items()}
+        return whole
+
     def copy_of_nodes(self, nodes: Iterable[int], rows: list[WorkRow] | None = None) -> Network:
         """A network of some of the nodes, with their costs and without edges; with their part of the rows if none are given."""
         part = copy.copy(self)
@@ -181,8 +188,12 @@ class Network:
         return tuple(int(left[choice.get(node, 0)]) for node, left in enumerate(self.strategies))
 
     def condense(self, choice: Sequence[int]) -> NDArray[np.intp]:
-        """A choice of the problem, of strategies that are all left, as choices among those."""
-        return np.array([np.searchsorted(left, chosen) for left, chosen in zip(self.strategies, choice, strict=True)])
+        """A choice of the problem as choices among the strategies left; where it was dropped, the first that is left."""
+        inner = np.zeros(len(choice), dtype=np.intp)
+        for node in self.costs:
+            found = np.flatnonzero(self.strategies[node] == choice[node])
+            inner[node] = found[0] if len(found) else 0
+        return inner
 
 
 def simplify(problem: Problem) -> Network | Infeasible:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 
@@ -41,6 +42,13 @@ class Reduced:
             else:
                 (node,) = factor.scope
                 self.network.costs[node] = self.network.pool.add(self.network.costs[node], self.network.pool.intern(table))
+
+    def restricted(self, node: int, keep: NDArray[np.bool_]) -> Reduced:
+        """A copy in which a node has only the marked strategies."""
+        part = copy.copy(self)
+        part.network = self.network.duplicate()
+        part.network.restrict(node, keep)
+        return part
 
     def simplify(self, problem: Problem) -> Infeasible | None:
         """Simplify what stays once more: taking nodes out shows more strategies that others replace."""

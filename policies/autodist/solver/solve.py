@@ -24,12 +24,13 @@ Where nodes have too many neighbours for elimination, wide.py takes the place of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from shardwright.policies.autodist.solver.branch import branch
 from shardwright.policies.autodist.solver.eliminate import MAX_JOIN
+from shardwright.policies.autodist.solver.local import LocalSearch
 from shardwright.policies.autodist.solver.neighbourhood import improve_parts
 from shardwright.policies.autodist.solver.network import Network, simplify
 from shardwright.policies.autodist.solver.pieces import choices_of
@@ -48,6 +49,7 @@ def solve(
     time_limit_s: float,
     on_improvement: Callable[[float, float], None] | None = None,
     target_gap: float = 0.0,
+    start: Sequence[int] | None = None,
 ) -> Solution | Infeasible:
     """The best choice that can be found and proved in the time.
 
@@ -58,24 +60,31 @@ def solve(
         time_limit_s: seconds; the answer is there at most about a tenth later, or later by one step that cannot be cut short.
         on_improvement: called with ``(cost, bound)`` whenever one of them gets better.
         target_gap: stop once cost and bound are that near, relative to the cost.
+        start: a choice to begin with, say of a problem that differs a little; it need not respect the rows.
 
     Raises:
         KeyboardInterrupt: only before any choice is found; later the best so far is returned.
     """
     progress = Progress(problem, time_limit_s, on_improvement, target_gap)
     try:
-        _search(problem, progress)
+        _search(problem, start, progress)
     except KeyboardInterrupt:
         if progress.choice is None:
             raise
     return progress.result()
 
 
-def _search(problem: Problem, progress: Progress) -> None:
+def _search(problem: Problem, start: Sequence[int] | None, progress: Progress) -> None:
     network = simplify(problem)
     if isinstance(network, Infeasible):
         progress.prove_infeasible(network)
         return
+    if start is not None and network.costs:
+        local = LocalSearch(network)
+        local.load(network.condense(start))
+        if local.repair(progress):
+            local.descend(progress)
+            progress.offer(network.expand(dict(enumerate(local.choice.tolist()))))
     relaxation = Relaxation(network, shared=True, max_join=MAX_JOIN)
     if not relaxation.exact:
         search_wide(network, problem, progress)
@@ -85,8 +94,8 @@ def _search(problem: Problem, progress: Progress) -> None:
         return
     ceiling = _ceiling(network)
     beyond = ceiling + 1e-6 * abs(ceiling) + 1e-9
-    start = np.zeros(len(network.rows))
-    maximum = maximise(relaxation, start, stop_above=beyond, out_of_time=lambda: progress.left_s <= 0)
+    zeros = np.zeros(len(network.rows))
+    maximum = maximise(relaxation, zeros, stop_above=beyond, out_of_time=lambda: progress.left_s <= 0)
     if maximum.bound >= beyond:
         progress.prove_infeasible(_rows_exceeded(problem, network, maximum, ceiling))
         return

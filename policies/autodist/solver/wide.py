@@ -5,11 +5,13 @@
    messages point at (a subgradient, with Polyak's step length). Every bound on the way is valid; the choice is repaired and
    improved by moves (local.py).
 3. Strategies whose presence alone costs more than the best choice are dropped. When few pairs are left, the integer program is
-   given to a library (program.py); else parts of the network are solved while the rest stays (neighbourhood.py).
+   given to a library (program.py); else parts of the network are solved while the rest stays (neighbourhood.py), and the
+   strategies of nodes that use most are split in two until bounds or the library decide.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import dataclass
 
@@ -26,9 +28,13 @@ from shardwright.policies.autodist.solver.progress import Progress
 from shardwright.policies.autodist.solver.reduce import Reduced, num_pairs
 
 PROOF = "message passing and Lagrange multipliers"
+SPLIT_PROOF = "branch and bound on message passing and Lagrange multipliers"
 
 MAX_PROGRAM_PAIRS = 250_000
 """Pairs of strategies of the largest network that is given to a library."""
+
+SMALL_PROGRAM_PAIRS = 60_000
+"""The same for one of many parts."""
 
 ASCENT_SHARE, IMPROVEMENT_SHARE = 0.3, 0.3
 """Of the time that is left: for the bound, then for better choices, before strategies are dropped with both."""
@@ -73,7 +79,8 @@ def search_wide(network: Network, problem: Problem, progress: Progress) -> None:
             _integer_program(reduced, progress)
             return
         if num_pairs(reduced.network) > 0.9 * before and progress.choice is not None:
-            _improve(reduced, progress, math.inf)
+            _improve(reduced, progress, progress.left_s * IMPROVEMENT_SHARE)
+            _split_and_bound(reduced, prices, problem, progress)
             return
 
 
@@ -110,6 +117,63 @@ def _integer_program(reduced: Reduced, progress: Progress) -> None:
         progress.raise_bound(progress.cost if near else min(progress.cost, answer.bound), "an integer program (HiGHS)")
 
 
+def _split_and_bound(reduced: Reduced, prices: dict[int, float], problem: Problem, progress: Progress) -> None:
+    """Branch and bound with these bounds: halves of a node's strategies, until each part is dropped or given to a library."""
+    heap: list[tuple[float, int, Reduced, dict[int, float]]] = [(progress.bound, 0, reduced, prices)]
+    count = 0
+    while heap:
+        bound, _, whole, prices = heapq.heappop(heap)
+        progress.raise_bound(min(bound, progress.cost), SPLIT_PROOF)
+        if progress.done:
+            return
+        for part in _halves(whole, prices):
+            if part.simplify(problem) is not None:
+                continue
+            found, part_prices = bound, prices
+            if part.network.costs:
+                ascent = _Ascent(part, prices, progress, whole=False)
+                found = max(bound, ascent.run(progress.left_s))
+                part_prices = ascent.prices()
+                ascent.drop_expensive()
+                if found >= progress.cost or part.simplify(problem) is not None:
+                    continue
+            if not part.network.costs:
+                progress.offer(part.expand(np.zeros(len(part.network.strategies), dtype=np.intp)))
+                continue
+            if num_pairs(part.network) <= SMALL_PROGRAM_PAIRS and found < progress.cost:
+                answer = solve_program(part.network, integer=True, time_limit_s=progress.left_s)
+                if answer.choice is not None:
+                    progress.offer(part.expand(answer.choice))
+                if answer.infeasible or answer.bound >= progress.cost * (1 - 1e-9):
+                    continue
+                found = max(found, answer.bound)
+            if found < progress.cost:
+                count += 1
+                heapq.heappush(heap, (found, count, part, part_prices))
+            if progress.left_s <= 0:
+                return
+    progress.raise_bound(progress.cost, SPLIT_PROOF)
+
+
+def _halves(reduced: Reduced, prices: dict[int, float]) -> tuple[Reduced, Reduced]:
+    """Split at the node whose priced usage varies most, at the widest gap of it."""
+    network = reduced.network
+    usages: dict[int, Array] = {}
+    for row in network.rows:
+        for node, used in row.usage.items():
+            priced = prices.get(row.index, 0.0) * used
+            usages[node] = usages[node] + priced if node in usages else priced
+    ranges = {node: float(np.ptp(priced)) for node, priced in usages.items()}
+    node = max(network.costs, key=lambda node: (ranges.get(node, 0.0), len(network.costs[node])))
+    key = usages[node] if ranges.get(node, 0.0) > 0 else network.costs[node]
+    levels = np.sort(key)
+    widest = int(np.argmax(np.diff(levels)))
+    low = key <= levels[widest]
+    if low.all():  # all equal
+        low = np.arange(len(key)) < len(key) // 2
+    return reduced.restricted(node, low), reduced.restricted(node, ~low)
+
+
 @dataclass
 class _Best:
     bound: float
@@ -119,8 +183,8 @@ class _Best:
 class _Ascent:
     """Passes and multiplier steps on one network, and the choices met on the way."""
 
-    def __init__(self, reduced: Reduced, prices: dict[int, float], progress: Progress) -> None:
-        self.reduced, self.progress = reduced, progress
+    def __init__(self, reduced: Reduced, prices: dict[int, float], progress: Progress, *, whole: bool = True) -> None:
+        self.reduced, self.progress, self.whole = reduced, progress, whole
         self.network = network = reduced.network
         self.messages = Messages(network)
         self.local = LocalSearch(network)
@@ -140,8 +204,11 @@ class _Ascent:
         rows = zip(self.network.rows, self.multipliers, strict=True)
         return {row.index: float(multiplier) / (row.room or 1.0) for row, multiplier in rows}
 
-    def run(self, seconds: float) -> None:
-        """Raise the bound until steps are short, the gap is closed, or the seconds are over; ends at the best multipliers."""
+    def run(self, seconds: float) -> float:
+        """Raise the bound until steps are short, the gap is closed, or the seconds are over; ends at the best multipliers.
+
+        Returns the bound.
+        """
         best = _Best(-math.inf, self.multipliers)
         direction: Array | None = None
         step, since, next_offer = 0.1, 0, 1
@@ -152,12 +219,15 @@ class _Ascent:
             since = 0 if bound > best.bound + 1e-5 * abs(best.bound) else since + 1
             if bound > best.bound:
                 best = _Best(bound, self.multipliers.copy())
-                self.progress.raise_bound(bound + self.network.constant, PROOF)
+                if self.whole:
+                    self.progress.raise_bound(bound + self.network.constant, PROOF)
+                elif bound + self.network.constant >= self.progress.cost:
+                    break
             choice = self.messages.choice()
             if count == next_offer or since == PATIENCE:
                 self._offer(choice)
                 next_offer = max(next_offer, count) * 5 // 4 + 1
-            if self.progress.done or self.progress.left_s < end_s:
+            if self.progress.done or self.progress.left_s <= end_s:
                 break
             if since >= PATIENCE:
                 step, since, direction = step / 2, 0, None
@@ -172,6 +242,7 @@ class _Ascent:
             if count % 100 == 0:
                 self.messages.refresh()
         self._move_to(best.multipliers)
+        return best.bound + self.network.constant
 
     def _step(self, direction: Array, step: float, bound: float) -> None:
         useful = np.where((self.multipliers <= 0) & (direction < 0), 0.0, direction)

@@ -175,6 +175,19 @@ def test_the_time_limit_and_the_target_gap_end_the_search() -> None:
     problem = chain_with_memory(900, room=0.7)
     start = time.perf_counter()
     found = solve(problem, time_limit_s=2.0)
-    assert isinstance(found, Solution) and found.gap > 0.0 and time.perf_counter() - start < 4.0
+    assert time.perf_counter() - start < 4.0
+    # on a busy machine the time may be over before the first choice
+    assert found.gap > 0.0 if isinstance(found, Solution) else not found.proven
     near = solve(problem, time_limit_s=NEVER_S, target_gap=0.01)
     assert isinstance(near, Solution) and near.gap <= 0.01
+
+
+def test_a_start_is_repaired_and_never_made_worse() -> None:
+    problem = chain_with_memory(40)
+    best = solve(problem, time_limit_s=NEVER_S)
+    assert isinstance(best, Solution)
+    seen: list[float] = []
+    again = solve(problem, time_limit_s=NEVER_S, start=best.choice, on_improvement=lambda cost, _: seen.append(cost))
+    assert again == best and seen[0] == best.cost
+    exceeding = solve(problem, time_limit_s=NEVER_S, start=[3] * 40)
+    assert isinstance(exceeding, Solution) and exceeding.cost == best.cost

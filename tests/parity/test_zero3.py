@@ -8,8 +8,10 @@ from typing import Any
 import parity
 import pytest
 import torch
+import zero3_jobs
 import zoo
 from precision import float64_casts
+from spawn import run_processes
 from torch import Tensor, nn
 
 from shardwright.compiler.verification.reference import OptimizerFactory, adamw
@@ -47,6 +49,16 @@ CASES: list[Case] = [
     ("gpt2", "pp", 2, 2, {**STEPS, **MEAN}),
     ("llama", "hybrid", 4, 2, TWO_STAGES),
     ("resnet", "hybrid", 2, 2, {**TWO_STAGES, **MEAN}),
+    ("llama", "pp", 2, 2, {**STEPS, "pas_config": {"recompute": ["model.layers.*.mlp"]}}),
+]
+
+MORE_CASES: list[Case] = [
+    ("gpt2", "pp", 2, 2, {**STEPS, "pas_config": {"schedule": "zb_v", "num_microbatches": 4}}),
+    ("gpt2", "pp", 2, 2, {**STEPS, "use_async_reducer": True, "pas_config": {"schedule": "1f1b_interleaved"}}),
+    ("t5", "tp", 2, 2, MEAN),
+    ("vit", "data", 2, 2, {}),
+    ("bert", "dp", 1, 3, {**MEAN, "zero_use_reduce_scatter": True}),
+    ("unet", "dp", 1, 2, {}),
 ]
 
 
@@ -59,7 +71,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)], ids=str)
 def test_training_equals_one_device(case: Case) -> None:
     """Losses, gradients, parameters and buffers over several steps. With ``use_end2end`` two samples (or as many as the
     schedule has) are accumulated.
@@ -172,6 +184,17 @@ def test_clipping_counts_every_element_once(tmp_path: Path) -> None:
     with float64_casts():
         for norms in run_ranks(4, rank):
             parity.assert_close_tree({"norms": norms}, {"norms": expected})
+
+
+@pytest.mark.slow
+def test_processes_compute_what_threads_do(tmp_path: Path) -> None:
+    """Gathers that are really under way while operators compute."""
+    directory = compiled(tmp_path, ("gpt2-uneven", "dp", 1, 2, {}))
+    with float64_casts():
+        threads = run_ranks(2, lambda rank: zero3_jobs.train(directory, "gpt2-uneven"))
+    processes = run_processes(2, "zero3_jobs:train_in_process", directory, "gpt2-uneven")
+    for ours, theirs in zip(processes, threads, strict=True):
+        parity.assert_close_tree(ours, theirs, "parameters")
 
 
 # ------------------------------------------------------------------------------------------------- what is refused

@@ -26,15 +26,25 @@ def make_console() -> Console:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Arguments for a model, a policy, and the ranks."""
+    add_model_target(parser)
+    parser.add_argument(
+        "--policy", required=True, help=f"one of {', '.join(policy_names())}, or MODULE:NAME of a policy function"
+    )
+    add_ranks(parser)
+
+
+def add_model_target(parser: argparse.ArgumentParser) -> None:
+    """Arguments for a model."""
     parser.add_argument(
         "target",
         metavar="MODULE:NAME",
         help="a function that returns (module, dummy_args) or a module; a module class; a module",
     )
     parser.add_argument("--args", metavar="MODULE:NAME", help="the dict of dummy arguments, or a function that returns it")
-    parser.add_argument(
-        "--policy", required=True, help=f"one of {', '.join(policy_names())}, or MODULE:NAME of a policy function"
-    )
+
+
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Arguments for the ranks, and settings."""
     parser.add_argument("--plan-ngpus", type=int, required=True, metavar="N", help="ranks that share one copy of the model")
     parser.add_argument("--runtime-ngpus", type=int, metavar="N", help="ranks in all (default: as many as --plan-ngpus)")
     parser.add_argument(

@@ -79,7 +79,14 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
     if options.load_plan is not None:
         return load_plan(SavedOptions(load_plan=options.load_plan, num_microbatches=options.num_microbatches), graph, config)
     hardware = load_hardware(options.hardware, config.runtime_ngpus)
-    found = search(graph, config, options, hardware)
+    plan = settled(search(graph, config, options, hardware), config, hardware)
+    if options.save_plan is not None:
+        write_file(Path(options.save_plan), plan.dumps().encode())
+    return plan
+
+
+def settled(found: Found, config: ComputeConfig, hardware: Hardware) -> Plan:
+    """The best plan of a search, with its certificate. Raises :class:`PlanError` if nothing fits."""
     if found.best is None:
         raise PlanError(
             f"no plan for {config.plan_ngpus} ranks fits on {hardware.name}",
@@ -88,10 +95,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
         )
     best = found.best.plan
     strategies = {op: assignment for op, assignment in best.strategies.items() if assignment}
-    plan = replace(best, strategies=strategies, policy="autodist", certificate=certificate(found, found.best, hardware))
-    if options.save_plan is not None:
-        write_file(Path(options.save_plan), plan.dumps().encode())
-    return plan
+    return replace(best, strategies=strategies, policy="autodist", certificate=certificate(found, found.best, hardware))
 
 
 def search(graph: PlannableGraph, config: ComputeConfig, options: AutodistOptions, hardware: Hardware) -> Found:
@@ -110,7 +114,7 @@ def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificat
     """What is certain of the best plan."""
     proof = best.placed.proof
     if best.plan.stages:
-        proof += "; the stages were chosen by a model of the schedule, and the bound is the work without a bubble"
+        proof += "; the placement was chosen before the stages, of which the bound holds for every split between blocks"
     if found.interrupted is not None:
         proof += f"; the search ended by {found.interrupted}"
     tried = [f"{c.title}: {c.step_s * 1e3:.6g} ms, at least {c.bound_s * 1e3:.6g} ms" for c in (*found.audited, *found.others)]

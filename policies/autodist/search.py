@@ -31,7 +31,7 @@ from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Program
-from shardwright.compiler.schedule.generate import generate
+from shardwright.compiler.schedule.generate import SCHEDULES, generate
 from shardwright.compiler.schedule.memory import peak_in_flight
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
 from shardwright.policies.autodist.blocks import Setting, block_costs, operator_times
@@ -101,13 +101,16 @@ class Candidate:
     plan: Plan
     predicted_s: float
     placed: Placed
+    split_bound_s: float = 0.0
     cost: PlanCost | None = None
 
     @property
     def bound_s(self) -> float:
-        """A pipeline on the same meshes takes at least its share of the work, without any bubble."""
+        """Of a pipeline on these meshes: the share of a position in the work of any placement, and what no split of this
+        placement into stages can avoid.
+        """
         positions = dict(self.plan.mesh.axes).get("pp", 1) if self.plan.stages else 1
-        return self.placed.bound_s / positions
+        return max(self.placed.bound_s / positions, self.split_bound_s if self.plan.stages else 0.0)
 
     @property
     def step_s(self) -> float:
@@ -298,6 +301,7 @@ class Search:
             count,
             memory_bytes=memory_bytes / pace.chunks,
             in_flight=_in_flight(num_positions, pace, count),
+            splits_backward=pace.schedule != "" and SCHEDULES[pace.schedule].splits_backward,
         )
 
     def _candidate(
@@ -320,7 +324,7 @@ class Search:
             first_ops = [self.graph.ops[starts[stage.start]].name for stage in split.stages[1:]]
             plan = staged(plan, first_ops, num_positions, pace, self.space.num_microbatches)
         predicted = _predicted_s(split, blocks, num_positions, pace, self.space.num_microbatches)
-        return Candidate(title, plan, predicted, placed)
+        return Candidate(title, plan, predicted, placed, split.bound_s)
 
     # -------------------------------------------------------------------------------------------- audits
 

@@ -12,8 +12,8 @@ schedule asks for.
 Method: for a limit on the second term, the least first term is a shortest path over (stages left, block, devices left), solved
 as min-plus products (:func:`_least_sum`). Lowering the limit below each solution's own maximum enumerates all Pareto points of
 the two terms, so the best sum is found exactly. What a stage computes again is a knapsack, solved by Pareto frontiers
-(:class:`_Frontier`). The bound drops memory and takes what no schedule can avoid: ``sum_{j<k} t_j + m t_k + u_k`` for every
-stage.
+(:class:`_Frontier`). The bound drops memory and messages and takes what no schedule can avoid (:func:`_bound`): stage ``k``
+works ``m w_k``, after the first microbatch has come through the stages before it and before its gradient has gone back.
 """
 
 from __future__ import annotations
@@ -99,14 +99,16 @@ def split_stages(
     *,
     memory_bytes: float = float("inf"),
     in_flight: InFlight | None = None,
+    splits_backward: bool = False,
 ) -> Split | NoFit:
     """The best split into exactly ``num_stages``.
 
-    ``blocks``: for each number of devices that a stage may have, all blocks of the model on that many.
+    ``blocks``: for each number of devices that a stage may have, all blocks of the model on that many. ``splits_backward``: the
+    schedule puts off gradients of weights, so that the bound may count on forwards only before and after a stage's own work.
     """
     unit = math.gcd(*blocks, num_devices)  # devices are dealt out in lots of that many
     num_devices //= unit
-    menus = [_Menu(size // unit, listed, num_microbatches) for size, listed in sorted(blocks.items())]
+    menus = [_Menu(size // unit, listed, num_microbatches, splits_backward) for size, listed in sorted(blocks.items())]
     holds = in_flight or one_forward_one_backward(num_microbatches)
     places = [holds(place) for place in range(1, num_stages + 1)]
     priced = [[menu.priced(count, memory_bytes) for menu in menus] for count in places]
@@ -132,10 +134,11 @@ def split_stages(
 class _Menu:
     """All stages that devices of one number could run: arrays [start, stop] over blocks."""
 
-    def __init__(self, size: int, blocks: Sequence[Block], num_microbatches: int) -> None:
+    def __init__(self, size: int, blocks: Sequence[Block], num_microbatches: int, splits_backward: bool) -> None:
         self.size, self.blocks, self.num_microbatches = size, blocks, num_microbatches
-        self.time_s = _ranges([b.forward_s + b.backward_s for b in blocks], np.inf)
-        self.time_s += np.array([0.0, *(b.transfer_s for b in blocks[1:]), 0.0])[:, None]
+        self.work_s = _ranges([b.forward_s + b.backward_s for b in blocks], np.inf)
+        self.fill_s = _ranges([b.forward_s for b in blocks], np.inf) if splits_backward else self.work_s
+        self.time_s = self.work_s + np.array([0.0, *(b.transfer_s for b in blocks[1:]), 0.0])[:, None]
         self.once_s = _ranges([b.once_s for b in blocks])
         self.held_bytes = _ranges([b.held_bytes for b in blocks])
         self.activation_bytes = _ranges([b.activation_bytes for b in blocks])
@@ -274,31 +277,44 @@ def _least_sum(
 
 
 def _bound(menus: Sequence[_Menu], num_devices: int, num_stages: int, num_microbatches: int) -> float:
-    """The least over all splits, memory aside, of the largest ``sum_{j<k} t_j + m t_k + u_k``: by bisection, as the least sum
-    of the stages before decides whether the next one keeps within a limit.
+    """What no split can avoid, memory and messages aside: the larger of the least ``max_k m w_k + u_k``, and the least
+    ``max_k sum_{j<k} fill_j + m w_k`` (a stage's ``u_k`` comes while gradients go back through the stages before it).
     """
+    work = [num_microbatches * menu.work_s for menu in menus]
+    nothing = [np.where(np.isfinite(menu.work_s), 0.0, np.inf) for menu in menus]
+    alone = _least_largest(
+        menus, [own + menu.once_s for own, menu in zip(work, menus, strict=True)], nothing, num_devices, num_stages
+    )
+    return max(alone, _least_largest(menus, work, [menu.fill_s for menu in menus], num_devices, num_stages))
+
+
+def _least_largest(
+    menus: Sequence[_Menu], own: Sequence[Array], fill: Sequence[Array], num_devices: int, num_stages: int
+) -> float:
+    """The least over all splits of the largest ``sum_{j<k} fill_j + own_k``: by bisection, as the least sum of the stages
+    before decides whether the next one keeps within a limit.
+    """
+    num_blocks = len(menus[0].blocks)
 
     def feasible(limit: float) -> bool:
-        num_blocks = len(menus[0].blocks)
         before = np.full((num_blocks + 1, num_devices + 1), np.inf)
         before[0, 0] = 0.0
         for _ in range(num_stages):
             following = np.full_like(before, np.inf)
-            for menu in menus:
-                own = num_microbatches * menu.time_s + menu.once_s
+            for menu, mine, filling in zip(menus, own, fill, strict=True):
                 for used in range(num_devices - menu.size + 1):
                     start = before[:, used]
                     if np.isfinite(start).any():
-                        with np.errstate(invalid="ignore"):
-                            sums = np.where(start[:, None] + own <= limit, start[:, None] + menu.time_s, np.inf)
+                        sums = np.where(start[:, None] + mine <= limit, start[:, None] + filling, np.inf)
                         np.minimum(following[:, used + menu.size], sums.min(axis=0), out=following[:, used + menu.size])
             before = following
         return bool(np.isfinite(before[num_blocks, num_devices]))
 
-    found = _least_sum(menus, [[(m.time_s, m.time_s) for m in menus]] * num_stages, num_devices, np.inf)
-    if found is None:
-        return float("inf")
-    low, high = 0.0, num_microbatches * found[0] + sum(float(menu.once_s[0, -1]) for menu in menus) + found[0]
+    low, high = 0.0, 1.0
+    while not feasible(high):
+        low, high = high, 2 * high
+        if high > 1e15:
+            return float("inf")
     while high - low > 1e-9 * high:
         middle = (low + high) / 2
         if feasible(middle):

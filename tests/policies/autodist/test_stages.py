@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from shardwright.compiler.schedule.generate import generate
+from shardwright.compiler.schedule.simulate import StageTimes, simulate
 from shardwright.policies.autodist.stages import (
     Block,
     NoFit,
@@ -135,3 +137,24 @@ def test_memory_moves_blocks_to_the_stages_that_hold_less() -> None:
     assert isinstance(free, Split) and isinstance(tight, Split)
     assert [s.stop - s.start for s in free.stages] == [3, 3, 3]
     assert [s.stop - s.start for s in tight.stages] == [2, 3, 4]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1"])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_schedule_of_any_split_is_below_the_bound(seed: int, schedule: str) -> None:
+    rng = random.Random(seed)
+    num_blocks, num_stages, num_microbatches = rng.randint(3, 6), rng.randint(2, 3), rng.randint(1, 5)
+    blocks = random_blocks(rng, num_blocks, [1], alike=False)
+    zero_bubble = schedule.startswith("zb")
+    found = split_stages(blocks, num_stages, num_stages, num_microbatches, splits_backward=zero_bubble)
+    assert isinstance(found, Split)
+    order = generate(schedule, num_stages, num_microbatches)
+    for cuts in all_cuts(num_blocks, num_stages):
+        own = [blocks[1][start:stop] for start, stop in cuts]
+        times = [
+            StageTimes(sum(b.forward_s for b in s), *[sum(b.backward_s for b in s) * share for share in (0.3, 0.7)])
+            for s in own
+        ]
+        line = simulate(order, times)
+        ends = [spans[-1].end_s + sum(b.once_s for b in s) for spans, s in zip(line.spans, own, strict=True)]
+        assert max(ends) >= found.bound_s * (1 - 1e-9)

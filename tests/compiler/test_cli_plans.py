@@ -1,0 +1,59 @@
+"""The commands about plans: ``plan`` finds one, writes it and shows it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import zoo
+
+from shardwright.compiler.cli import main
+from shardwright.compiler.plan.plan import Plan
+
+MODELS = """
+import sys
+sys.path.insert(0, {lib!r})
+import zoo
+def make():
+    entry = zoo.get("mlp")
+    return entry.build(), entry.inputs()
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    (tmp_path / "plan_models.py").write_text(MODELS.format(lib=str(Path(zoo.__file__).parent)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def run(line: str, expected: int = 0) -> str:
+        code = main(line.split())
+        out, err = capsys.readouterr()
+        assert code == expected, err or out
+        return out if code == 0 else err
+
+    return run
+
+
+def test_plan(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    request = "plan plan_models:make --plan-ngpus 2 --set use_end2end=true --set pas_config.num_microbatches=2"
+    shown = run(f"{request} --out plan.json --html plan.html")
+    table, *rest = shown.split("\nplan: ")
+    assert rest == ["plan.json\n"]
+    assert "pp=2, 1f1b" in table and "audited" in table and "per step on a100-80gb, at least" in table
+    plan = Plan.from_json(json.loads((tmp_path / "plan.json").read_text()))
+    assert plan.policy == "autodist" and plan.certificate is not None
+    page = (tmp_path / "plan.html").read_text()
+    assert "What was tried" in page and "above the bound at most" in page
+    run(
+        "verify plan_models:make --policy saved --plan-ngpus 2 --steps 1 --set use_end2end=true "
+        "--set pas_config.load_plan=plan.json"
+    )
+
+
+def test_a_machine_that_is_too_small(run) -> None:  # type: ignore[no-untyped-def]
+    shown = run("plan plan_models:make --plan-ngpus 2 --set pas_config.memory_limit_gb=1e-9", expected=1)
+    assert shown.startswith("error: no plan for 2 ranks fits on a100-80gb\n")
+    shown = run("plan plan_models:make --plan-ngpus 2 --hardware a10", expected=1)
+    assert "did you mean 'a100" in shown or "one of" in shown

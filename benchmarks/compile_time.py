@@ -2,9 +2,9 @@
 
     python benchmarks/compile_time.py [--repeat 3] [--json FILE]
 
-Policy ``tp``, or ``hybrid`` where there are stages; weights on the meta device; each run in a process of its own, imports not counted. Time is wall time and CPU
-time of everything from the module to the files on disk; memory is the peak resident size of the process, torch and
-transformers included (their share is the row "nothing").
+Policy ``tp``, or ``hybrid`` where there are stages; weights on the meta device; each run in a process of its own, imports not
+counted. Time is wall time and CPU time of everything from the module to the files on disk; memory is the peak resident size of
+the process, torch and transformers included (their share is the row "nothing").
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/pipeline_memory.py [--ranks 2] [--only 1f1b]
 
-The model and the settings are those of ``pipeline_step.py``. Peak bytes of live tensors on each rank, counted at every operator of
-the third step: parameters, gradients, optimizer state, samples, buffers for messages and activations, whoever holds them. Each
-side runs in processes of its own, so that nothing of the other is counted. The numbers do not depend on the load of the machine.
+The model and the settings are those of ``pipeline_step.py``. Peak bytes of live tensors on each rank, counted at every operator
+of the third step: parameters, gradients, optimizer state, samples, buffers for messages and activations, whoever holds them.
+Each side runs in processes of its own, so that nothing of the other is counted. The numbers do not depend on the load.
 """
 
 from __future__ import annotations

@@ -95,5 +95,6 @@ def _schedule(options: PipelineOptions, num_positions: int) -> Schedule:
     if method is None or not method.trains:
         trained = [name for name, m in SCHEDULES.items() if m.trains]
         raise PlanError(f"there is no schedule {options.schedule!r} to train with", hint=f"one of {', '.join(trained)}")
-    num_microbatches = options.num_microbatches or 2 * num_positions
-    return generate(options.schedule, num_positions, num_microbatches, options.chunks or method.min_chunks)
+    num_microbatches = 2 * num_positions if options.num_microbatches is None else options.num_microbatches
+    chunks = method.min_chunks if options.chunks is None else options.chunks
+    return generate(options.schedule, num_positions, num_microbatches, chunks)

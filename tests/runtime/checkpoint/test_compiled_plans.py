@@ -1,0 +1,107 @@
+"""Checkpoints of what policies made: saved, deduped and merged under one plan, resumed under others, equal to one device."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import assert_same
+from tied import SAMPLES, Tied
+from torch import Tensor
+
+import shardwright
+from shardwright.compiler.verification.reference import adamw
+from shardwright.compiler.verification.verify import compile_into
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.loader import load_class
+from shardwright.runtime.optimizer import build_optimizer
+from shardwright.runtime.threads import run_ranks
+
+TOLERANCE = 1e-11
+PLANS: dict[str, dict[str, Any]] = {
+    "pp": {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 4},
+    "hybrid": {"policy": "hybrid", "plan_ngpus": 4, "runtime_ngpus": 4, "schedule": "zb_h1"},
+    "interleaved": {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2, "schedule": "1f1b_interleaved"},
+    "dp": {"policy": "hybrid", "plan_ngpus": 4, "runtime_ngpus": 4, "dp": 2, "tp": 1, "schedule": "zb_v"},
+    "tp": {"policy": "tp", "plan_ngpus": 2, "runtime_ngpus": 2},
+}
+TOURS = [("pp", "hybrid", "tp"), ("interleaved", "dp", "pp"), ("tp", "interleaved", "hybrid"), ("hybrid", "pp", "dp")]
+
+
+def trained(num_steps: int) -> tuple[dict[str, Tensor], dict[int, Any]]:
+    """The model and its optimizer on one device after so many steps, which all plans here repeat on every unit."""
+    model = Tied()
+    optimizer = adamw(model.parameters())
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        for sample in SAMPLES:
+            model(**sample)[0].backward()
+        optimizer.step()
+    return dict(model.state_dict()), optimizer.state_dict()["state"]
+
+
+def train(module: Any, optimizer: Any, num_steps: int) -> None:
+    for _ in range(num_steps):
+        module.train_step(SAMPLES)
+        optimizer.step()
+
+
+def held(module: Any, optimizer: Any) -> tuple[Any, Any]:
+    return copy.deepcopy((module.state_dict(), optimizer.state_dict()))
+
+
+def check_merged(ranks: list[tuple[Any, Any]], num_steps: int) -> tuple[Any, Any]:
+    """What the ranks hold, merged, is what one device has."""
+    module, optimizer = shardwright.merge_state_dicts([r[0] for r in ranks], [r[1] for r in ranks])
+    parameters, state = trained(num_steps)
+    assert_same(dict(module), parameters, TOLERANCE)
+    for number, entries in state.items():
+        assert_same(optimizer["state"][number], entries, TOLERANCE)
+    return module, optimizer
+
+
+@pytest.mark.parametrize(
+    "tour", [pytest.param(tour, marks=pytest.mark.slow if index > 1 else ()) for index, tour in enumerate(TOURS)], ids="-".join
+)
+def test_training_goes_on_under_another_plan(tmp_path: Path, tour: tuple[str, ...]) -> None:
+    merged: Any = None
+    for number, name in enumerate(tour):
+        options = dict(PLANS[name])
+        policy, plan_ngpus, runtime_ngpus = (options.pop(key) for key in ("policy", "plan_ngpus", "runtime_ngpus"))
+        options |= {} if policy == "tp" else {"num_microbatches": len(SAMPLES)}
+        config = ComputeConfig(
+            plan_ngpus=plan_ngpus,
+            runtime_ngpus=runtime_ngpus,
+            use_end2end=True,
+            pas_config=options,
+            grad_reduction="mean",
+        )
+        directory = compile_into(tmp_path / name, Tied(), SAMPLES[0], policy, config)
+
+        def on_rank(_: int, directory: Path = directory, number: int = number, merged: Any = merged) -> Any:
+            module = load_class(directory)()
+            optimizer = build_optimizer(module, adamw)
+            if number == 1:
+                assert shardwright.load_checkpoint(tmp_path / "run", module, optimizer).step == 2
+            elif number == 2:
+                shardwright.load_merged_state_dicts(module, merged[0], optimizer, merged[1])
+            train(module, optimizer, 2)
+            shardwright.save_checkpoint(tmp_path / "run", module, optimizer, step=2 * number + 2)
+            whole, deduped = held(module, optimizer), copy.deepcopy(shardwright.deduped_state_dict(module, optimizer))
+            train(module, optimizer, 1)
+            ahead = held(module, optimizer)
+            shardwright.load_deduped_state_dict(module, deduped[0], optimizer, deduped[1])
+            train(module, optimizer, 1)
+            again = held(module, optimizer)
+            assert_same(
+                {n: x for n, x in again[0].items() if torch.is_tensor(x)},
+                {n: x for n, x in ahead[0].items() if torch.is_tensor(x)},
+            )
+            return whole, deduped
+
+        ranks = run_ranks(runtime_ngpus, on_rank)
+        merged = check_merged([whole for whole, _ in ranks], 2 * number + 2)
+        check_merged([deduped for _, deduped in ranks], 2 * number + 2)
+        saved = shardwright.read_checkpoint(tmp_path / "run")
+        assert_same(dict(saved.module), dict(merged[0]))

@@ -129,6 +129,7 @@ class TrainedModel:
             divisor=settings.divisor,
             asynchronous=settings.asynchronous,
             frees_gradients=splits and settings.frees_gradients,
+            cause=settings.early_cause if splits else "use_async_reducer",
         )
         for item in self.sums:
             setattr(item.parameter, _REDUCER, reducer)

@@ -93,7 +93,9 @@ class ParallelOptimizer(Optimizer):
         self._gathering.finish()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside the block backward only accumulates. With ``use_async_reducer``, all but the last backward belong there."""
+        """Inside the block backward only accumulates, whole gradients. With ``use_async_reducer``, ``overlap_grad_sync`` or
+        ``use_zero=2``, all but the last backward belong there.
+        """
         return self._reducer.no_sync()
 
     def scale_grads(self, factor: float | Tensor) -> None:

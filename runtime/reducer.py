@@ -33,16 +33,23 @@ class Reducer:
 
     ``buckets``: in the order in which backward is expected to fill them. ``divisor``: the number of units where gradients are
     averaged over them, else 1. ``asynchronous``: buckets are summed while backward runs. ``frees_gradients``: they are summed
-    in backward in any case, and freed then.
+    in backward in any case, and freed then. ``cause``: the setting that one of these comes from, for messages.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], *, divisor: int = 1, asynchronous: bool = False, frees_gradients: bool = False
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        divisor: int = 1,
+        asynchronous: bool = False,
+        frees_gradients: bool = False,
+        cause: str = "use_async_reducer",
     ) -> None:
         self.buckets = buckets
         self.divisor = divisor
         self.asynchronous = asynchronous
         self.frees_gradients = frees_gradients
+        self._cause = cause
         self.is_synced = False
         self._next = 0  # the first bucket that has not started
         self._holding = False
@@ -191,11 +198,10 @@ class Reducer:
 
     def _refuse_second_backward(self, bucket: Bucket, index: int) -> None:
         if bucket.started or index in bucket.arrived:
-            reason = "use_zero=2" if self.frees_gradients else "use_async_reducer"
             raise UsageError(
                 f"a second backward reached {bucket.members[index].name!r} before the step",
-                why=f"with {reason} the first one already started to sum gradients over the ranks",
-                hint=f"run all backward passes but the last inside `with optimizer.no_sync():`, or leave out {reason}",
+                why=f"with {self._cause} the first one already started to sum gradients over the ranks",
+                hint=f"run all backward passes but the last inside `with optimizer.no_sync():`, or train without {self._cause}",
             )
 
     def _before(self, gradients: Tensor) -> None:

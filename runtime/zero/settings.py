@@ -60,6 +60,13 @@ class ReductionSettings:
         return self.stage >= 2
 
     @property
+    def early_cause(self) -> str:
+        """The setting for which buckets are reduced in backward, if they are."""
+        if self.frees_gradients:
+            return f"use_zero={self.stage}"
+        return "use_async_reducer" if self.table is None else "overlap_grad_sync"
+
+    @property
     def contiguous_gradients(self) -> bool:
         """Whether the gradients of a bucket are views of one buffer."""
         return self.table is None or self.table.contiguous_grad_buffer

@@ -514,18 +514,21 @@ def test_a_backward_after_synchronising(files, options):
         assert "call optimizer.zero_grad() before this backward" in text
 
 
-def test_a_second_backward_with_stage_2(files):
+@pytest.mark.parametrize(
+    ("options", "cause"), [({"use_zero": 2}, "use_zero=2"), ({"distributed_optimizer": {}}, "overlap_grad_sync")]
+)
+def test_a_second_backward_where_the_first_one_reduced(files, options, cause):
     def on_rank(rank):
         module = load_class(files)()
-        optimizer = build_optimizer(module, adamw, config_of(use_zero=2))
+        optimizer = build_optimizer(module, adamw, config_of(**options))
         module(*make_batch(0)).backward()
         text = text_of(lambda: module(*make_batch(1)).backward(), UsageError)
         optimizer.zero_grad()
         return text
 
     assert run_ranks(2, on_rank)[0].splitlines()[1:] == [
-        "  why:   with use_zero=2 the first one already started to sum gradients over the ranks",
-        "  try:   run all backward passes but the last inside `with optimizer.no_sync():`, or leave out use_zero=2",
+        f"  why:   with {cause} the first one already started to sum gradients over the ranks",
+        f"  try:   run all backward passes but the last inside `with optimizer.no_sync():`, or train without {cause}",
     ]
 
 

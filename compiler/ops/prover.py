@@ -194,6 +194,9 @@ class _Call:
         if isinstance(outcomes, Exception):
             known = isinstance(outcomes, DisagreementError)
             return replace(trial, failure=str(outcomes) if known else f"{type(outcomes).__name__}: {outcomes}")
+        lost = self._lost_gradient(whole, outcomes)
+        if lost is not None:
+            return replace(trial, failure=lost)
         tolerance = max(accepted(x) for x in (*self.operands, *whole.outcome.results))
         worst = 0.0
         for what, reference, pieces, layout in self._comparisons(whole, outcomes, operand_layouts, result_layouts):
@@ -205,6 +208,16 @@ class _Call:
                 return replace(trial, failure=f"{what} is wrong by {error:.1e}", error=error)
             worst = max(worst, error)
         return replace(trial, error=worst)
+
+    def _lost_gradient(self, whole: _Whole, outcomes: list[_Outcome]) -> str | None:
+        """Which operand gets no gradient on one of the ranks: what communicates above it in a backward is left out there, while
+        the other ranks wait for it.
+        """
+        for i, name in enumerate(self.op.operand_names):
+            for rank, outcome in enumerate(outcomes):
+                if whole.outcome.grads[i] is not None and outcome.grads[i] is None:
+                    return f"no gradient reaches {name} on rank {rank} of {len(outcomes)}"
+        return None
 
     def run_whole(self) -> _Whole:
         """The unsplit call, and the gradients sent back through it."""

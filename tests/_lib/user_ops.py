@@ -192,3 +192,8 @@ def mean_square_form(x: Tensor, count: int) -> Tensor:
 )
 def mean_square(x: Tensor) -> Tensor:
     return x.square().mean(-1)
+
+
+def forgetful(x: Tensor) -> Tensor:
+    """Right in every number, but cut from the gradient where there is a single row."""
+    return 2 * (x if x.shape[0] > 1 else x.detach())

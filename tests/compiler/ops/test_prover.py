@@ -152,3 +152,11 @@ def test_a_function_without_a_rule() -> None:
     with pytest.raises(AnnotationError) as error:
         prove(torch.linalg.svd, (X,))
     assert str(error.value) == "linalg_svd has no rule to prove\n  try:   give it one with shardwright.register_op"
+
+
+def test_a_rank_that_no_gradient_passes() -> None:
+    """What communicates above it in the backward would be left out there, and the other ranks would wait."""
+    opdef = OpDef("user_ops.forgetful", "x", "user_ops.forgetful", lambda op: parse_rule("b c -> b c", op))
+    report = prove(opdef, (X,), num_ranks=(2, 4))
+    assert wrong(report) == {"split:b"} and [trial.mesh.size for trial in report.failures] == [4]
+    assert "no gradient reaches x on rank 0 of 4" in str(report)

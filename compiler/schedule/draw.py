@@ -123,4 +123,6 @@ def _svg_legend(timeline: Timeline, y: int) -> list[str]:
             parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{colour}"/>')
             parts.append(f'<text x="{x + 18}" y="{y}">{name}</text>')
             x += 120
+    if timeline.schedule.num_stages > timeline.schedule.num_ranks:
+        parts.append(f'<text x="{x}" y="{y}">the paler, the later among the stages of the rank</text>')
     return parts

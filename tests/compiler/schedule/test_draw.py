@@ -65,6 +65,8 @@ def test_svg_has_a_box_for_each_action_where_it_is_in_time() -> None:
     words = {text.text for text in root.iter(f"{SVG}text")}
     assert {"rank 0", "rank 1", "rank 2", "forward", "input gradients", "weight gradients", "5"} <= words
     assert "backward" not in words  # the legend names what is there
+    shades = "the paler, the later among the stages of the rank"
+    assert shades in words and shades not in draw_svg(simulate(generate("1f1b", 3, 6)))  # there each rank has one
 
 
 def test_svg_needs_nothing_else_and_is_the_same_each_time() -> None:

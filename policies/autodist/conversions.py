@@ -83,15 +83,27 @@ class Conversions:
 
     def exact(self, kind: ValueType, source: int, goals: LayoutSet) -> float:
         """Seconds of making a value in all of some layouts, however many."""
+        return sum(self.step_s(kind, start, goal) for goal, start in self.tree(kind, source, goals).items())
+
+    def tree(self, kind: ValueType, source: int, goals: Iterable[int]) -> dict[int, int]:
+        """Every layout to be made, to the one it is made from."""
         left = sorted({goal for goal in goals if goal != source}, key=self._name)
         if not left:
-            return 0.0
+            return {}
         table = self._table(kind, tuple(sorted({source, *left}, key=self._name)))
         start, ends = table.position[source], [table.position[goal] for goal in left]
-        weights = table.weights[np.ix_(ends, ends)]
-        parents = best_tree(table.weights[start, ends], weights)
-        pairs = zip(parents, ends, strict=True)
-        return float(sum(table.seconds[start if parent < 0 else ends[parent], end] for parent, end in pairs))
+        parents = best_tree(table.weights[start, ends], table.weights[np.ix_(ends, ends)])
+        return {goal: source if parent < 0 else left[parent] for goal, parent in zip(left, parents, strict=True)}
+
+    def step_s(self, kind: ValueType, source: int, goal: int) -> float:
+        """Seconds of one conversion."""
+        _, forward, backward = self._pair(kind, source, goal)
+        return kind.forwards * forward + kind.backwards * backward
+
+    def gathers(self, kind: ValueType, source: int, goal: int) -> bool:
+        """Whether a conversion gathers something."""
+        layouts = self.layouts[source], self.layouts[goal]
+        return any(step.kind == "all_gather" for step in convert(*layouts, self.mesh, differentiable=kind.differentiable))
 
     def _table(self, kind: ValueType, universe: tuple[int, ...]) -> _Table:
         key = (kind, universe)

@@ -55,6 +55,29 @@ class RelayNode:
 
 
 @dataclass(frozen=True, eq=False)
+class WeightUse:
+    """One reader of a parameter that has several. ``place``: module path and region, for which a weight in pieces is gathered;
+    ``paid``: [stores, choices of the reader], what the problem says.
+    """
+
+    reader: int
+    wants: tuple[LayoutSet, ...]
+    place: tuple[str, str | None]
+    paid: Seconds
+
+
+@dataclass(frozen=True, eq=False)
+class SharedWeight:
+    """A parameter with several readers. Each place gathers pieces for itself, which is what it pays; of any other copy, which
+    is made once, every reader pays its share, as of a :class:`SharedValue`.
+    """
+
+    kind: ValueType
+    store: int
+    uses: tuple[WeightUse, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class SharedValue:
     """A value without gradient that many blocks read, a rotary table or a mask. It is no node, so that the blocks are not all
     neighbours: every reader pays its share of what the copy costs that it wants. Shares add up to the cost where all readers
@@ -86,6 +109,7 @@ class Formulation:
     conversions: Conversions
     restricted: tuple[str, ...]
     shared: tuple[SharedValue, ...]
+    weights: tuple[SharedWeight, ...]
     slack: float
     graph: IRGraph
 
@@ -99,7 +123,28 @@ class Formulation:
         for index, node in enumerate(self.nodes):
             if isinstance(node, RelayNode):
                 total += self._relayed(node, node.layouts[choice[index]], choice)
-        return total
+        return total + sum(self._uses_of(item, choice) for item in self.weights)
+
+    def _uses_of(self, item: SharedWeight, choice: Sequence[int]) -> float:
+        """What the adapters of a parameter cost beyond what the problem says."""
+        store = self.nodes[item.store]
+        assert isinstance(store, StoreNode)
+        source = store.layouts[choice[item.store]]
+        wants = [(use.wants[choice[use.reader]], use) for use in item.uses]
+        tree = self.conversions.tree(item.kind, source, union(want for want, _ in wants))
+        made: set[tuple[int, object]] = {(source, None)}
+
+        def make(goal: int, place: object) -> float:
+            if (goal, None) in made or (goal, place) in made:
+                return 0.0
+            start = tree[goal]
+            seconds = make(start, place) + self.conversions.step_s(item.kind, start, goal)
+            everywhere = (start, None) in made and not self.conversions.gathers(item.kind, start, goal)
+            made.add((goal, None if everywhere else place))
+            return seconds
+
+        exact = sum(make(goal, use.place) for want, use in wants for goal in want)
+        return exact - sum(float(use.paid[choice[item.store], choice[use.reader]]) for _, use in wants)
 
     def _relayed(self, node: RelayNode, relay: int, choice: Sequence[int]) -> float:
         """What the adapters of a value cost beyond what the problem says."""

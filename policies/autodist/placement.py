@@ -23,8 +23,11 @@ from shardwright.policies.autodist.solver.problem import Infeasible, Problem, So
 from shardwright.policies.autodist.solver.solve import solve
 from shardwright.runtime.layout import Layout
 
-MAX_CORRECTIONS = 4
+MAX_CORRECTIONS = 6
 """How often the memory row is corrected by the memory that a lowered plan takes."""
+
+CORRECTION = 0.99
+"""How much below what is needed the row is corrected, so that it ends."""
 
 
 @dataclass(frozen=True)
@@ -82,22 +85,28 @@ def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Place
     rows = formulation.problem.rows
     walked = bool(rows) and request.in_flight == 1 and "sent" not in request.outputs.values()
     problem = replace(formulation.problem, rows=()) if walked else formulation.problem
+    smallest = False
     for _ in range(MAX_CORRECTIONS + 1):
         left = max(1.0, request.time_limit_s - (time.monotonic() - started))
         solution = solve(problem, time_limit_s=left)
         if isinstance(solution, Infeasible):
-            return solution
+            least = solution.least_usage
+            if not walked or least is None or least <= problem.rows[0].limit or smallest:
+                return solution
+            smallest = True  # the row may have been corrected too far: what uses least of it may fit
+            problem = replace(formulation.problem, rows=(replace(rows[0], limit=least * (1 + 1e-6)),))
+            continue
         found = _placement(request, formulation, solution)
         if not walked:
             return found
         memory = program_memory(lower(formulation.graph, found.plan), request.config, request.optimizer)
         found = replace(found, memory=memory)
         assert request.memory_limit_bytes is not None
-        excess = memory.peak_bytes - request.memory_limit_bytes
-        if excess <= 0:
+        if memory.peak_bytes <= request.memory_limit_bytes:
             return found
         used = rows[0].used(found.choice)
-        limit = used - excess if not problem.rows else min(problem.rows[0].limit, used) - 1.05 * excess
+        limit = min(problem.rows[0].limit, used) if problem.rows else used
+        limit *= CORRECTION * request.memory_limit_bytes / memory.peak_bytes
         problem = replace(formulation.problem, rows=(replace(rows[0], limit=limit),))
     assert request.memory_limit_bytes is not None
     return Infeasible(

@@ -42,7 +42,17 @@ from shardwright.policies.autodist.activations import Activations
 from shardwright.policies.autodist.constraints import allowed_strategies
 from shardwright.policies.autodist.conversions import Conversions, LayoutSet, ValueType, union
 from shardwright.policies.autodist.copies import Maker, Reader, layout_sets
-from shardwright.policies.autodist.formulation import CopiesNode, Formulation, Node, OpNode, RelayNode, SharedValue, StoreNode
+from shardwright.policies.autodist.formulation import (
+    CopiesNode,
+    Formulation,
+    Node,
+    OpNode,
+    RelayNode,
+    SharedValue,
+    SharedWeight,
+    StoreNode,
+    WeightUse,
+)
 from shardwright.policies.autodist.request import PlacementRequest
 from shardwright.policies.autodist.shared import shared_values
 from shardwright.policies.autodist.solver.problem import Problem, Row
@@ -78,6 +88,7 @@ class _Builder:
     usage: dict[int, Seconds] = field(default_factory=dict)
     restricted: list[str] = field(default_factory=list)
     shared: list[SharedValue] = field(default_factory=list)
+    weights: list[SharedWeight] = field(default_factory=list)
     made_whole: dict[int, float] = field(default_factory=dict)  # makers of shared values, and the least they could cost
 
     def build(self) -> Formulation:
@@ -112,8 +123,8 @@ class _Builder:
         rows: tuple[Row, ...] = ()
         if request.memory_limit_bytes is not None:
             self._keep(graph)
-            whole = [v for v in graph.sources if v.kind is not ValueKind.PARAMETER and v.name in readers]
-            held = sum(local_bytes(Layout.whole(v.shape), v.dtype, request.mesh) for v in whole)
+            given = [v for v in graph.sources if v.kind is not ValueKind.PARAMETER and v.name in readers]
+            held = sum(local_bytes(Layout.whole(v.shape), v.dtype, request.mesh) for v in given)
             rows = (Row(request.memory_limit_bytes - held, self.usage),)
         problem = Problem(tuple(self.costs), tuple(self.edges), rows, self._blocks())
         return Formulation(
@@ -123,6 +134,7 @@ class _Builder:
             self.pricing.conversions,
             tuple(self.restricted),
             tuple(self.shared),
+            tuple(self.weights),
             self._slack(),
             replace(graph, eval_graph=None),
         )
@@ -277,6 +289,8 @@ class _Builder:
         own = [reader for reader in inside if reader.node == maker.node]
         if value.name in self.shared_names and len(set(maker.gives.tolist())) == 1:
             self._share(value, kind, maker, inside, fixed)
+        elif len(inside) > 1 and value.kind is ValueKind.PARAMETER and not fixed:
+            self._weight(kind, maker, inside)
         elif len(inside) > 1 or own:
             self._copies(value, kind, maker, inside, fixed)
         elif inside:
@@ -357,6 +371,33 @@ class _Builder:
         for reader in readers:
             assert reader.node is not None
             self.edges.append((index, reader.node, self._prices(kind, relay, reader.wants, reader.key)))
+
+    def _weight(self, kind: ValueType, maker: Maker, readers: list[Reader]) -> None:
+        """A parameter with several readers: each pays for itself what is gathered, and its share of what is not."""
+        assert maker.node is not None
+        places = [(node.op.module_path, node.op.region) for node in map(self._operator, readers)]
+        uses = []
+        for reader, place in zip(readers, places, strict=True):
+            assert reader.node is not None
+            prices = self._prices(kind, maker, reader.wants, ("edge", reader.key, ()))
+            key = ("weight", kind, maker.key, reader.key, len(readers), places.count(place))
+            if key not in self.pricing.arrays:
+                gathers = {
+                    (source, want): any(self.pricing.conversions.gathers(kind, source, goal) for goal in want)
+                    for source in used(maker.gives)
+                    for want in set(reader.wants)
+                }
+                table = np.array([[gathers[source, want] for want in reader.wants] for source in maker.gives.tolist()])
+                self.pricing.arrays[key] = prices / np.where(table, places.count(place), len(readers))
+            paid = self.pricing.arrays[key]
+            self.edges.append((maker.node, reader.node, paid))
+            uses.append(WeightUse(reader.node, reader.wants, place, paid))
+        self.weights.append(SharedWeight(kind, maker.node, tuple(uses)))
+
+    def _operator(self, reader: Reader) -> OpNode:
+        node = self.nodes[reader.node] if reader.node is not None else None
+        assert isinstance(node, OpNode)
+        return node
 
     def _share(self, value: IRValue, kind: ValueType, maker: Maker, readers: list[Reader], fixed: LayoutSet) -> None:
         """Every reader pays its share of the copy it wants."""

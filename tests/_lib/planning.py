@@ -1,0 +1,62 @@
+"""Requests for placements of small models, and machines on which splitting them pays."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import zoo
+from plans import annotated, traced
+from torch import nn
+
+from shardwright.compiler.cost.body_time import body_time
+from shardwright.compiler.cost.hardware import Hardware, load_hardware
+from shardwright.compiler.cost.reduction import Reduction
+from shardwright.compiler.passes.lower import lower
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.plan import Plan
+from shardwright.policies.autodist.request import PlacementRequest
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.layout import Mesh
+
+
+@functools.cache
+def slow_machine(num_devices: int, *, bytes_per_s: float = 1e8) -> Hardware:
+    """Devices that take long to compute and no time to start, with links of any rate: tiny models are worth splitting."""
+    found = load_hardware("a100-80gb", num_devices)
+    device = replace(found.device, flops_per_s=dict.fromkeys(found.device.flops_per_s, 1e7), bytes_per_s=1e7, launch_s=1e-9)
+    tiers = tuple(
+        replace(tier, latency_s=1e-9, bytes_per_s=bytes_per_s, kinds={}, uplink_bytes_per_s=None, fabric_bytes_per_s=None)
+        for tier in found.tiers
+    )
+    return replace(found, name="slow", device=device, tiers=tiers)
+
+
+def mesh_of(text: str) -> Mesh:
+    """``"2x2"`` as a mesh of axes x, y, z."""
+    return Mesh(tuple(zip("xyz", map(int, text.split("x")), strict=False)))
+
+
+@functools.cache
+def zoo_graph(name: str) -> PlannableGraph:
+    entry = zoo.get(name)
+    return annotated(traced(entry.build(), entry.inputs()))
+
+
+def graph_of(module: nn.Module, inputs: dict[str, Any]) -> PlannableGraph:
+    return annotated(traced(module, inputs))
+
+
+def request(graph: PlannableGraph, mesh: Mesh, hardware: Hardware | None = None, **options: Any) -> PlacementRequest:
+    """On all ranks of a job that is one unit."""
+    config = options.pop("config", None) or ComputeConfig(plan_ngpus=mesh.size, runtime_ngpus=mesh.size)
+    return PlacementRequest(graph, mesh, tuple(range(mesh.size)), hardware or slow_machine(mesh.size), config, **options)
+
+
+def audited_s(graph: PlannableGraph, plan: Plan, wanted: PlacementRequest) -> float:
+    """What a plan takes by its lowered program: what the audit adds up, without the walk of its memory."""
+    program = lower(graph, plan)
+    body = body_time(program, wanted.hardware, wanted.ranks)
+    reduction = Reduction.of(program.declarations, wanted.mesh, wanted.config, wanted.hardware, wanted.optimizer)
+    return body.forward_s + body.backward_s + reduction.total_s + reduction.optimizer_s

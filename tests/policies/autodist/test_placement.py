@@ -1,0 +1,302 @@
+"""Placements on one mesh: exact costs, the true optimum, right gradients, and never worse than plans made by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from pathlib import Path
+
+import planning
+import plans
+import pytest
+import torch
+import zoo
+from planning import audited_s, mesh_of, request, zoo_graph
+from torch import Tensor, nn
+
+from shardwright.compiler.cost.audit import audit
+from shardwright.compiler.cost.hardware import load_hardware
+from shardwright.compiler.passes.lower import lower
+from shardwright.compiler.passes.verify_program import verify_program
+from shardwright.compiler.plan.plan import Plan
+from shardwright.policies.autodist.constraints import Constraints
+from shardwright.policies.autodist.formulation import Formulation, OpNode, StoreNode
+from shardwright.policies.autodist.placement import Placement, alternatives, place, plan_of
+from shardwright.policies.autodist.problem import formulate
+from shardwright.policies.autodist.request import PlacementRequest
+from shardwright.policies.autodist.solver.problem import Infeasible
+from shardwright.policies.registry import find_policy
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import PlanError
+from shardwright.runtime.layout import Mesh
+
+
+def placed(wanted: PlacementRequest) -> Placement:
+    found = place(wanted)
+    assert isinstance(found, Placement), found
+    return found
+
+
+def random_choice(formulation: Formulation, rng: random.Random) -> tuple[int, ...] | None:
+    """Any choice of operators and stores, with the copies it wants; None where those are outside of the space."""
+    drawn = [rng.randrange(len(cost)) for cost in formulation.problem.node_costs]
+    try:
+        return formulation.settle(drawn)
+    except ValueError:
+        return None
+
+
+# ------------------------------------------------------------------------------------------------------ exact costs
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("gpt2", "3"),
+        ("resnet", "4"),
+        ("mlp", "2x3"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("llama", "2"), ("t5", "2"), ("unet", "2x2"), ("vit", "4")]),
+    ],
+)
+def test_the_cost_of_any_choice_is_that_of_the_lowered_program(name: str, mesh: str) -> None:
+    graph = zoo_graph(name)
+    wanted = request(graph, mesh_of(mesh))
+    formulation = formulate(wanted)
+    rng = random.Random(7)
+    tried = 0
+    while tried < 3:
+        choice = random_choice(formulation, rng)
+        if choice is not None:
+            plan = plan_of(wanted, formulation, choice)
+            assert math.isclose(formulation.cost(choice), audited_s(graph, plan, wanted), rel_tol=1e-12)
+            tried += 1
+
+
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
+def test_the_cost_of_the_best_choice_is_that_of_the_lowered_program(name: str) -> None:
+    wanted = request(zoo_graph(name), mesh_of("2x2"))
+    found = placed(wanted)
+    assert math.isclose(found.cost_s, audited_s(wanted.graph, found.plan, wanted), rel_tol=1e-12)
+    assert math.isclose(
+        found.cost_s, audit(lower(wanted.graph, found.plan), wanted.config, wanted.hardware).step_s, rel_tol=1e-12
+    )
+    assert found.bound_s <= found.cost_s
+    assert found.gap < 0.01
+
+
+def test_units_and_zero_are_in_the_cost() -> None:
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=4, use_zero=True)
+    wanted = request(zoo_graph("mlp"), mesh_of("2"), planning.slow_machine(4), config=config)
+    found = placed(wanted)
+    assert math.isclose(found.cost_s, audited_s(wanted.graph, found.plan, wanted), rel_tol=1e-12)
+
+
+# -------------------------------------------------------------------------------------------------------- optimum
+
+
+class Branches(nn.Module):
+    """A value with two readers, and outputs that leave whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x @ self.weight
+        return hidden * hidden.sin()
+
+
+class Twice(nn.Module):
+    """An operator that reads one value twice, and a parameter with two readers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x * self.scale
+        return (hidden * hidden + self.scale).sum()
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8, bias=False, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).sin().sum()
+
+
+def brute_force(wanted: PlacementRequest, formulation: Formulation) -> float:
+    """The least audited cost over all choices of operators and stores."""
+    chosen = [node for node in formulation.nodes if isinstance(node, OpNode | StoreNode)]
+    indices = [index for index, node in enumerate(formulation.nodes) if isinstance(node, OpNode | StoreNode)]
+    sizes = [len(formulation.problem.node_costs[index]) for index in indices]
+    assert math.prod(sizes) <= 3_000, sizes
+    best = math.inf
+    full = [0] * len(formulation.nodes)
+    for choice in itertools.product(*map(range, sizes)):
+        for index, option in zip(indices, choice, strict=True):
+            full[index] = option
+        strategies = {n.op.name: n.menu.assignments[o] for n, o in zip(chosen, choice, strict=True) if isinstance(n, OpNode)}
+        stored = {
+            str(n.value.fqn): formulation.layouts[n.layouts[o]]
+            for n, o in zip(chosen, choice, strict=True)
+            if isinstance(n, StoreNode)
+        }
+        plan = Plan(wanted.mesh, strategies, stored)
+        best = min(best, audited_s(wanted.graph, plan, wanted))
+    return best
+
+
+@pytest.mark.parametrize(
+    ("module", "bytes_per_s"),
+    [
+        (Chain, 1e8),
+        *(pytest.param(m, b, marks=pytest.mark.slow) for m in (Branches, Twice, Chain) for b in (1e6, 1e8, 1e10)),
+    ],
+)
+def test_no_plan_at_all_is_better(module: type[nn.Module], bytes_per_s: float) -> None:
+    graph = planning.graph_of(module(), {"x": torch.randn(2, 4, dtype=torch.float64)})
+    wanted = request(graph, mesh_of("2"), planning.slow_machine(2, bytes_per_s=bytes_per_s))
+    found = placed(wanted)
+    assert math.isclose(found.cost_s, brute_force(wanted, found.formulation), rel_tol=1e-12)
+    assert found.gap == 0.0
+
+
+def test_no_random_plan_is_below_the_bound() -> None:
+    graph = planning.graph_of(Branches(), {"x": torch.randn(2, 4, dtype=torch.float64)})
+    wanted = request(graph, mesh_of("2x2"))
+    found = placed(wanted)
+    rng = random.Random(3)
+    for _ in range(200):
+        plan = plans.random_plan(graph, wanted.mesh, rng)
+        assert audited_s(graph, plan, wanted) >= found.bound_s * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("bytes_per_s", [1e7, 1e10])
+@pytest.mark.parametrize("policy", ["tp", "data"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow), pytest.param("vit", marks=pytest.mark.slow)]
+)
+def test_never_worse_than_a_policy(name: str, policy: str, bytes_per_s: float) -> None:
+    axis = {"tp": "tp", "data": "dp"}[policy]
+    wanted = request(zoo_graph(name), Mesh(((axis, 4),)), planning.slow_machine(4, bytes_per_s=bytes_per_s))
+    plan = find_policy(policy).apply(wanted.graph, wanted.config).plan
+    assert placed(wanted).cost_s <= audited_s(wanted.graph, plan, wanted) * (1 + 1e-12)
+
+
+# --------------------------------------------------------------------------------------------------------- parity
+
+
+CASES = [("mlp", "2x2"), ("llama", "4"), ("unet", "2")]
+MORE = [
+    case
+    for case in itertools.product(
+        ["mlp", "gpt2", "llama", "t5", "vit", "unet", "gpt2-uneven", "resnet"], ["2", "4", "2x2", "2x4"]
+    )
+    if case not in CASES
+]
+
+
+@pytest.mark.parametrize(("name", "mesh"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)])
+def test_loss_and_gradients_are_those_of_one_device(name: str, mesh: str, tmp_path: Path) -> None:
+    entry = zoo.get(name)
+    module, inputs = entry.build(), entry.inputs()
+    graph = plans.traced(module, inputs)
+    wanted = request(plans.annotated(graph), mesh_of(mesh), planning.slow_machine(8, bytes_per_s=1e8))
+    found = placed(wanted)
+    split = [a for a in found.plan.strategies.values() if any(s.startswith("split:") for s in a.values())]
+    assert len(split) > len(found.plan.strategies) / 3, "a plan that splits little proves little"
+    compiled = plans.compile_plan(graph, found.plan)
+    plans.check(module, inputs, compiled, tmp_path, plans.reference_run(module, [inputs], steps=1))
+
+
+# ------------------------------------------------------------------------------------- constraints, memory, runners-up
+
+
+def test_pins_and_forbidden_dims_hold() -> None:
+    wanted = request(zoo_graph("gpt2"), mesh_of("2"))
+    free = placed(wanted)
+    pin = {"transformer.h.0.mlp": {"x": "ffn"}, "lm_head": {"x": "R"}}
+    held = placed(request(wanted.graph, wanted.mesh, constraints=Constraints(pin, {"batch": ("x",)})))
+    dims = wanted.graph.dims
+    assert dims is not None
+    assert held.plan.strategies["lm_head"] == {}
+    for op, assignment in held.plan.strategies.items():
+        cut = dims.of_factor(op, assignment.get("x", "").removeprefix("split:"))
+        assert cut is None or cut.name != "batch"
+    in_mlp = [op.name for op in wanted.graph.ops if op.module_path.startswith("transformer.h.0.mlp")]
+    having = [
+        op for op in in_mlp if any(d.name == "ffn" for (o, _), i in dims.factors.items() if o == op for d in [dims.classes[i]])
+    ]
+    assert len(having) > 3
+    for op in having:
+        cut = dims.of_factor(op, held.plan.strategies[op].get("x", "").removeprefix("split:"))
+        assert cut is not None
+        assert cut.name == "ffn"
+    assert held.cost_s > free.cost_s
+    assert math.isclose(held.cost_s, audited_s(wanted.graph, held.plan, wanted), rel_tol=1e-12)
+
+
+def test_a_fixed_storage_holds() -> None:
+    wanted = request(zoo_graph("mlp"), mesh_of("2"))
+    fqn = next(value.fqn for value in wanted.graph.parameters if value.ndim == 2)
+    assert fqn is not None
+    shape = next(value.shape for value in wanted.graph.parameters if value.fqn == fqn)
+    text = f"[{shape[0]}, {shape[1]}/x]"
+    held = placed(request(wanted.graph, wanted.mesh, constraints=Constraints(stored={fqn: text})))
+    assert held.plan.stored[fqn].placement("x") == "S(1)"
+
+
+@pytest.mark.parametrize(
+    ("constraints", "message"),
+    [
+        (Constraints({"nothing": {"x": "R"}}), "the model has no operator or module 'nothing' to pin"),
+        (Constraints({"lm_head": {"q": "R"}}), "the mesh has no axis 'q'"),
+        (
+            Constraints({"lm_head": {"x": "split:zz"}}),
+            "operator lm_head (linear) cannot be pinned to 'split:zz' along axis 'x'",
+        ),
+        (Constraints(forbid={"nodim": ("x",)}), "the model has no dim 'nodim' to forbid"),
+        (Constraints(stored={"nope": "[2]"}), "the model has no parameter or buffer 'nope'"),
+    ],
+)
+def test_constraints_that_nothing_answers_to(constraints: Constraints, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        place(request(zoo_graph("gpt2"), mesh_of("2"), constraints=constraints))
+    assert str(caught.value).startswith(message)
+
+
+def test_a_memory_limit_holds_and_costs() -> None:
+    hardware = load_hardware("a100-80gb", 4)  # so fast that splitting a small model only costs
+    free = placed(request(zoo_graph("mlp"), mesh_of("4"), hardware, memory_limit_bytes=1e12))
+    assert free.memory is not None
+    limit = 0.6 * free.memory.peak_bytes
+    held = placed(request(zoo_graph("mlp"), mesh_of("4"), hardware, memory_limit_bytes=limit))
+    assert held.memory is not None
+    assert held.memory.peak_bytes <= limit < free.memory.peak_bytes
+    assert held.cost_s > free.cost_s
+    assert held.bound_s <= held.cost_s
+
+
+def test_what_cannot_fit_is_said() -> None:
+    found = place(request(zoo_graph("mlp"), mesh_of("2"), memory_limit_bytes=1000))
+    assert isinstance(found, Infeasible)
+    assert found.reason
+
+
+def test_alternatives_are_never_better_and_true() -> None:
+    wanted = request(zoo_graph("mlp"), mesh_of("2"))
+    found = placed(wanted)
+    op = next(node.op for node in found.formulation.nodes if isinstance(node, OpNode) and node.op.target == "linear")
+    others = alternatives(found, op.name)
+    assert len(others) == len(next(n for n in found.formulation.nodes if isinstance(n, OpNode) and n.op.name == op.name).menu)
+    assert min(others.values()) == found.cost_s
+    assert next(iter(others.values())) == found.cost_s
+
+
+def test_plans_are_proved_by_the_verifier() -> None:
+    wanted = request(zoo_graph("resnet"), mesh_of("4"))
+    verify_program(lower(wanted.graph, placed(wanted).plan))

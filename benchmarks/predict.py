@@ -38,8 +38,8 @@ from shardwright.compiler.cost.live_bytes import LiveBytes
 from shardwright.compiler.trace.api import trace
 from shardwright.policies.registry import find_policy
 
-SEQ_LENGTH, VOCAB_SIZE, BATCH_SIZE = 128, 4096, 16
-SIZES = {"num_layers": 4, "hidden_size": 256, "num_heads": 4, "vocab_size": VOCAB_SIZE, "max_length": SEQ_LENGTH}
+SEQ_LENGTH, VOCAB_SIZE, BATCH_SIZE = 64, 2048, 16
+SIZES = {"num_layers": 4, "hidden_size": 192, "num_heads": 4, "vocab_size": VOCAB_SIZE, "max_length": SEQ_LENGTH}
 
 
 @dataclass(frozen=True)

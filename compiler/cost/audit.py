@@ -65,7 +65,7 @@ def _audit(
         memory = pipeline_memory(program, config, optimizer)
         return pipeline_cost(program, config, hardware, optimizer, times, memory)
     body = body_time(program, hardware, tuple(range(config.plan_ngpus)), times, trains=not config.inference_only)
-    reduction = Reduction.of(program.declarations, program.plan.mesh, config, hardware, optimizer)
+    reduction = Reduction.of(program.declarations, program.plan.storage_mesh, config, hardware, optimizer)
     activities, step_s = _timeline(body, reduction, config, program, hardware)
     comm_s = {**body.comm_s, **({reduction.name: reduction.total_s} if reduction.total_s else {})}
     compute_s = body.compute_s + reduction.optimizer_s

@@ -8,7 +8,9 @@ Storages live while something holds them:
 - **gradients** on their way, from the operator that makes them to the one that uses them. They come in the reverse order of the
   forward, as the engine takes the latest node that is ready. A second gradient of a value is added in place where nothing else
   holds the first one;
-- a **recompute region** holds its arguments; its first operator to need something computes the region again.
+- a **recompute region** holds its arguments; its first operator to need something computes the region again;
+- with ZeRO-3 a **gathered weight** is there from its gathering to its last use in the method, and again while the backward of
+  its operator runs; the next one is on its way meanwhile.
 
 What an instruction makes, keeps and needs on the way is in its :mod:`~shardwright.compiler.cost.footprint`.
 """
@@ -20,8 +22,9 @@ from dataclasses import dataclass, field
 
 from shardwright.compiler.cost.footprint import Footprints, Forward, TensorForm
 from shardwright.compiler.cost.ledger import Ledger
+from shardwright.compiler.cost.local import local_bytes
 from shardwright.compiler.ir.value import IRValue
-from shardwright.compiler.plan.blocks import Run, group_blocks, reads, writes
+from shardwright.compiler.plan.blocks import Run, gathered_until, group_blocks, reads, writes
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
 
 ACTIVATION, TEMPORARY = "activation", "temporary"
@@ -45,6 +48,7 @@ class _Node:
     result_names: list[str]
     saved: list[int]
     region: int | None = None
+    gathered: int = 0  # bytes of weights that its backward gathers again
 
 
 @dataclass(slots=True)
@@ -84,6 +88,9 @@ class BodyMemory:
         self.nodes: list[_Node] = []
         self.regions: list[_Region] = []
         self.outputs: list[int] = []
+        self.gathered: dict[str, int] = {}  # the storages of weights that are whole now, by name of the value
+        self.on_their_way = [local_bytes(i.step.after, i.of.dtype, footprints.rank.mesh) for i in _gatherings(program)]
+        self.num_gathered = 0
         self.deferred: dict[int, int] = {}  # bytes of gradients that a split backward notes, by storage
 
     # ------------------------------------------------------------------------------------------------ forward
@@ -91,34 +98,53 @@ class BodyMemory:
     def forward(self) -> None:
         """Run the forward. After it, only the results and what autograd needs is held."""
         bound: list[int] = []
-        for item in group_blocks(self.program):
+        items = group_blocks(self.program)
+        results = [value for _, value in self.program.output.leaves() if isinstance(value, IRValue)]
+        over = gathered_until(items, [*results, *(after for _, after in self.program.buffer_updates)])
+        for position, item in enumerate(items):
             if not isinstance(item, Run):
-                bound += self._bind([item])
+                bound += self._bind([item], over={0: over.get(position, [])})
                 continue
             region = None
             if item.recompute and self.trains:
                 arguments = [self.ledger.hold(self.values[value.name].storage) for value in item.inputs]
                 region = len(self.regions)
                 self.regions.append(_Region(item.instructions, arguments))
-            inside = self._bind(item.instructions, region)
+            inside = self._bind(item.instructions, region, gathered_until(item.instructions, item.outputs))
             bound += [self.ledger.hold(self.values[value.name].storage) for value in item.outputs]
             self._release(inside)
+            self._drop(over.get(position, []))
         for _, value in self.program.output.leaves():
             if isinstance(value, IRValue):
                 self.outputs.append(self.ledger.hold(self.values[value.name].storage))
         self._release(bound)
 
-    def _bind(self, instructions: Sequence[Instruction], region: int | None = None) -> list[int]:
-        """Run instructions; the storages that their variables hold."""
+    def _bind(
+        self,
+        instructions: Sequence[Instruction],
+        region: int | None = None,
+        over: Mapping[int, Sequence[IRValue]] | None = None,
+    ) -> list[int]:
+        """Run instructions; the storages that their variables hold. ``over``: by position, weights to let go of."""
         bound: list[int] = []
-        for instruction in instructions:
+        for position, instruction in enumerate(instructions):
             node = self._run(instruction, bound, keeps=region is None)
             if node is not None:
                 node.region = region
                 self.nodes.append(node)
                 if region is not None:
                     self.regions[region].nodes.append(node)
+            self._drop((over or {}).get(position, ()))
         return bound
+
+    def _drop(self, weights: Sequence[IRValue]) -> None:
+        for value in weights:
+            if value.name in self.gathered:
+                self.ledger.release(self.gathered.pop(value.name))
+
+    def _ahead(self, number: int) -> int:
+        """Bytes of the weight of this number, if there is one: it is on its way."""
+        return self.on_their_way[number] if 0 <= number < len(self.on_their_way) else 0
 
     def _run(self, instruction: Instruction, bound: list[int], *, keeps: bool) -> _Node | None:
         """Run one instruction: bind its results, and with ``keeps`` hold what autograd saves."""
@@ -126,16 +152,24 @@ class BodyMemory:
         found = self.footprints.forward(instruction, [local.form for local in operands], trains=self.trains)
         if not found.exact:
             self.inexact.add(_name(instruction))
-        self.ledger.use(found.peak, _name(instruction))
+        weight = isinstance(instruction, Adapt) and instruction.gathers_weight
+        self.num_gathered += weight
+        self.ledger.use(found.peak + self._ahead(self.num_gathered), _name(instruction))
         numbers = [local.storage for local in operands] + [self.ledger.new(size, ACTIVATION) for size in found.made]
         for value, form, number in zip(writes(instruction), found.results, found.storages, strict=True):
             self.values[value.name] = _Local(form, numbers[number])
-            bound.append(self.ledger.hold(numbers[number]))
+            storage = self.ledger.hold(numbers[number])
+            if weight:
+                self.gathered[value.name] = storage
+            else:
+                bound.append(storage)
         node = None
         if self.trains and any(form.requires_grad for form in found.results):
-            saved = [self.ledger.hold(numbers[number]) for number in found.saved] if keeps else []
+            whole = set(self.gathered.values())
+            again = {numbers[number] for number in found.saved} & whole
+            saved = [self.ledger.hold(numbers[n]) for n in found.saved if numbers[n] not in whole] if keeps else []
             names = [value.name for value in reads(instruction)], [value.name for value in writes(instruction)]
-            node = _Node(instruction, operands, *names, saved)
+            node = _Node(instruction, operands, *names, saved, gathered=sum(map(self.ledger.size, again)))
         for number in numbers[len(operands) :]:
             self.ledger.drop_unheld(number)
         self.ledger.use(0, _name(instruction))
@@ -190,7 +224,10 @@ class BodyMemory:
         found = self.footprints.backward(
             node.instruction, [local.form for local in node.operands], [g and g[0] for g in incoming]
         )
-        self.ledger.use(found.peak, f"backward of {name}")
+        if node.gathered:
+            self.num_gathered -= 1
+        extra = node.gathered + (self._ahead(self.num_gathered - 1) if node.gathered else 0)
+        self.ledger.use(found.peak + extra, f"backward of {name}")
         made = [self.ledger.new(size, TEMPORARY) for size in found.made]
         numbers = [g[1] if g is not None else -1 for g in incoming] + made
         results = [
@@ -260,6 +297,10 @@ class BodyMemory:
         for storage in storages:
             self.ledger.release(storage)
         storages.clear()
+
+
+def _gatherings(program: Program) -> list[Adapt]:
+    return [i for i in program.body if isinstance(i, Adapt) and i.gathers_weight]
 
 
 def _name(instruction: Instruction) -> str:

@@ -47,10 +47,18 @@ class BodyTime:
 
 
 def body_time(
-    program: Program, hardware: Hardware, ranks: Sequence[int], times: OperatorTimes | None = None, *, trains: bool = True
+    program: Program,
+    hardware: Hardware,
+    ranks: Sequence[int],
+    times: OperatorTimes | None = None,
+    *,
+    trains: bool = True,
+    unit_size: int | None = None,
 ) -> BodyTime:
-    """The times of a program whose mesh lies on ``ranks``."""
-    mesh = program.plan.mesh
+    """The times of a program whose mesh lies on ``ranks`` of units of ``unit_size`` (default: as many as there are)."""
+    mesh, storage_mesh = program.plan.mesh, program.plan.storage_mesh
+    size = len(ranks) if unit_size is None else unit_size
+    storage_ranks = tuple(unit * size + rank for unit in range(max(1, program.plan.zero)) for rank in ranks)
     again = _recomputed(program) if trains else set()
     instructions: list[tuple[Instruction, OpTime]] = []
     comm: dict[str, float] = {}
@@ -60,12 +68,17 @@ def body_time(
         runs = 2 if id(instruction) in again else 1
         if isinstance(instruction, Adapt):
             differentiable = trains and instruction.of.requires_grad
-            time = step_time(instruction.step, instruction.of.dtype, mesh, ranks, hardware, differentiable=differentiable)
+            time = step_time(
+                instruction.step, instruction.of.dtype, storage_mesh, storage_ranks, hardware, differentiable=differentiable
+            )
             step = instruction.step
             parts = [
                 (_FORWARD.get(step.kind), runs * time.forward_s),
                 (_BACKWARD.get((step.kind, step.backward)), time.backward_s),
             ]
+            if instruction.gathers_weight and differentiable:  # gathered again in the backward
+                recomputed_s += time.forward_s
+                parts.append((step.kind, time.forward_s))
             for kind, seconds in parts:
                 if kind is None:
                     compute_s += seconds

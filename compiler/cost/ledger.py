@@ -65,6 +65,9 @@ class Ledger:
     def holders(self, storage: int) -> int:
         return self._storages[storage].holders
 
+    def size(self, storage: int) -> int:
+        return self._storages[storage].num_bytes
+
     def use(self, num_bytes: int, name: str, category: str = "temporary") -> None:
         """``name`` runs, with so many bytes in use beyond what is held."""
         if self.now + num_bytes > self.peak.num_bytes:

@@ -26,7 +26,7 @@ from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.program import Declaration, Program
 from shardwright.compiler.schedule.planned import planned_schedule
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.layout import ZERO, Layout, Mesh
 from shardwright.runtime.schedule import ActionKind, ScheduleAction
 
 CATEGORIES = ("parameter", "buffer", "input", "optimizer", "gradient", "activation", "temporary", "communication")
@@ -126,7 +126,7 @@ def program_memory(
 ) -> RankMemory:
     """The memory of rank 0 of a program without stages, in one step of one microbatch; ``trains`` is false for inference."""
     trains = trains and not config.inference_only
-    books = _Books(program.plan.mesh, config, optimizer, trains)
+    books = _Books(program.plan.storage_mesh, config, optimizer, trains)
     sources = books.place(program.declarations, _input_forms(program, books.footprints))
     body = BodyMemory(program, books.footprints, books.ledger, sources, books.arrive, trains=trains)
     body.forward()
@@ -194,7 +194,9 @@ class _Books:
 
     def _num_copies(self, layout: Layout) -> int:
         """The ranks among which a gradient is summed."""
-        return self.config.num_units * math.prod(self.mesh.axis_size(a) for a in layout.grad_partial if a in self.mesh.names)
+        units = self.config.num_units
+        units //= self.mesh.axis_size(ZERO) if ZERO in layout.cut_axes else 1
+        return units * math.prod(self.mesh.axis_size(a) for a in layout.grad_partial if a in self.mesh.names)
 
     def is_bucketed(self, name: str) -> bool:
         """Whether the gradient of a parameter is summed over ranks, in a bucket."""
@@ -202,7 +204,7 @@ class _Books:
 
     def _num_shards(self, layout: Layout) -> int:
         """Into how many parts ZeRO splits the optimizer state of a parameter."""
-        if not self.config.use_zero:
+        if self.config.use_zero not in (1, 2):  # stage 3 cuts the parameter itself
             return 1
         copies = self._num_copies(layout)
         return max(1, copies // self.config.zero_ngroups)
@@ -304,7 +306,7 @@ def _position_memory(
     own: Sequence[int],
     actions: Sequence[ScheduleAction],
 ) -> RankMemory:
-    mesh = program.plan.stages[own[0]].mesh
+    mesh = program.programs[own[0]].plan.storage_mesh
     books = _Books(mesh, config, optimizer, True)
     books.accumulates = True
     num_inputs = program.plan.num_microbatches

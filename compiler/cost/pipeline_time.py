@@ -34,7 +34,7 @@ def pipeline_cost(
     plan = program.plan
     schedule = planned_schedule(plan)
     bodies = [
-        body_time(stage_program, hardware, stage.ranks, times)
+        body_time(stage_program, hardware, stage.ranks, times, unit_size=config.plan_ngpus)
         for stage_program, stage in zip(program.programs, plan.stages, strict=True)
     ]
     transfers = transfer_seconds(program, hardware)
@@ -48,7 +48,7 @@ def pipeline_cost(
         activities += [Activity(ranks[0], str(span.action), span.start_s, span.end_s) for span in spans]
         own = program.stages_of(ranks[0])
         shared = holders_elsewhere(program, ranks)
-        mesh = plan.stages[own[0]].mesh
+        mesh = program.programs[own[0]].plan.storage_mesh
         reduction = Reduction.of(program.declarations_of(own), mesh, config, hardware, optimizer, ranks, shared)
         begin = spans[-1].end_s if spans else 0.0
         reduced = begin + reduction.total_s

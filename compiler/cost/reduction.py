@@ -15,7 +15,7 @@ from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.plan.blocks import reads
 from shardwright.compiler.plan.program import Adapt, Declaration, Program
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.layout import Mesh
+from shardwright.runtime.layout import ZERO, Mesh
 
 UNITS, STAGES = "units", "stages"
 
@@ -53,10 +53,10 @@ class Reduction:
         ranks: tuple[int, ...] | None = None,
         shared: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
     ) -> Reduction:
-        """``ranks``: the unit ranks the mesh lies on (default: all of the unit). ``shared``: by FQN of a parameter that other
-        stages hold too, their ranks.
+        """``mesh``: on which tensors are stored. ``ranks``: the unit ranks of the mesh of operators (default: all of the
+        unit). ``shared``: by FQN of a parameter that other stages hold too, their ranks.
         """
-        on = tuple(range(mesh.size)) if ranks is None else ranks
+        on = tuple(range(config.plan_ngpus)) if ranks is None else ranks
         cap = config.reducer_bucket_cap_mb
         bucket_bytes = DEFAULT_BUCKET_BYTES if cap is None else cap * 2**20
         seconds: dict[str, float] = {}
@@ -68,12 +68,16 @@ class Reduction:
             if value.kind is not ValueKind.PARAMETER or not value.requires_grad or config.inference_only:
                 continue
             sizes[value.name] = local_bytes(layout, value.dtype, mesh)
+            pieces = mesh.axis_size(ZERO) if ZERO in layout.cut_axes else 1  # of units that hold different pieces
             elsewhere = (shared or {}).get(value.fqn or "", ())
             axes[value.name] = (*layout.grad_partial, *((STAGES,) if elsewhere else ()))
-            axes[value.name] += (UNITS,) if config.num_units > 1 else ()
+            axes[value.name] += (UNITS,) if config.num_units > pieces else ()
+            held = mesh if pieces > 1 else Mesh(tuple(item for item in mesh.axes if item[0] != ZERO))
+            places = tuple(unit * config.plan_ngpus + rank for unit in range(pieces) for rank in on)
             seconds[value.name] = sum(
                 reduction_s(
-                    layout, value.dtype, mesh, on, hardware, num_units=config.num_units, unit_size=config.plan_ngpus,
+                    layout, value.dtype, held, places, hardware, num_units=config.num_units // pieces,
+                    unit_size=config.plan_ngpus * pieces,
                     bucket_bytes=bucket_bytes, collective=collective, elsewhere=elsewhere,
                 )
                 for collective in _collectives(config)
@@ -88,7 +92,7 @@ def update_s(
     """Seconds of the optimizer's pass over one parameter, or over this rank's share of it with ZeRO."""
     value, layout = declaration.value, declaration.layout
     elements = local_bytes(layout, value.dtype, mesh) / value.dtype.itemsize
-    if config.use_zero:
+    if config.use_zero in (1, 2):
         copies = config.num_units
         for axis in layout.grad_partial:
             copies *= mesh.axis_size(axis)
@@ -97,7 +101,7 @@ def update_s(
 
 
 def _collectives(config: ComputeConfig) -> tuple[str, ...]:
-    if not config.use_zero:
+    if config.use_zero not in (1, 2):  # stage 3 is adapters
         return ("all_reduce",)
     scatters = config.zero_use_reduce_scatter or config.use_zero == 2
     return ("reduce_scatter" if scatters else "all_reduce", "all_gather")

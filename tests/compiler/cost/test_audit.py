@@ -133,6 +133,14 @@ def test_shared_parameters_are_reduced_between_stages() -> None:
     assert set(cost.ranks[0].comm_s) == set(cost.ranks[1].comm_s) == {"stages gradients"}
 
 
+def test_zero_moves_more_and_updates_less() -> None:
+    plain, one, two, three = (cost_of("dp", 1, 4, use_zero=stage) for stage in (0, 1, 2, 3))
+    assert one.ranks[0].communication_s > two.ranks[0].communication_s > plain.ranks[0].communication_s
+    assert set(three.ranks[0].comm_s) == {"units gradients", "zero all_gather", "zero reduce_scatter"}
+    optimizers = [cost.timeline[-1].end_s - cost.timeline[-1].start_s for cost in (plain, one, three)]
+    assert optimizers[1] == pytest.approx(optimizers[0] / 4) and optimizers[2] < 0.4 * optimizers[0]
+
+
 def test_faster_hardware_is_faster() -> None:
     for policy, plan in (("tp", 2), ("pp", 2)):
         base = cost_of(policy, plan).step_s

@@ -98,6 +98,17 @@ def test_zero_splits_the_state() -> None:
     assert two.optimizer_bytes == pytest.approx(whole.optimizer_bytes / 2, rel=1e-3)
 
 
+@pytest.mark.parametrize(("name", "policy", "plan", "runtime"), [("gpt2", "dp", 1, 2), ("llama", "tp", 2, 4)])
+def test_zero_3_holds_pieces(name: str, policy: str, plan: int, runtime: int, tmp_path: Path) -> None:
+    entry = zoo.get(name)
+    model, inputs = entry.build(), entry.inputs(batch=8)
+    config = ComputeConfig(plan_ngpus=plan, runtime_ngpus=runtime, use_end2end=True, use_zero=3)
+    compiled = compile_graph(traced(model, inputs), find_policy(policy).apply, config, policy_name=policy)
+    (memory, *_) = predicted(compiled, config)
+    for measured in measured_peaks(tmp_path, compiled, model, inputs, config):
+        assert memory.peak_bytes == pytest.approx(measured, rel=0.05)
+
+
 def test_inference_holds_no_training_state() -> None:
     _, _, compiled, config = compiled_case("gpt2", "dp", 1, 1, {})
     found = program_memory(compiled.program, config, trains=False)  # type: ignore[arg-type]

@@ -150,6 +150,7 @@ class ParallelOptimizer(Optimizer):
 
         Raises :class:`CheckpointError` if it is the state of other shards.
         """
+        self._gathering.finish()
         super().load_state_dict(without_masters(state_dict, self))
         load_masters(state_dict, self)
 

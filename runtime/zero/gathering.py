@@ -11,6 +11,7 @@ from shardwright.runtime.bucket import Bucket, GradientSum
 from shardwright.runtime.communicator import Work
 from shardwright.runtime.zero.awaited import await_parameters
 from shardwright.runtime.zero.bucket import ShardedBucket
+from shardwright.runtime.zero.shards import note_written
 
 
 class BucketGathering:
@@ -52,6 +53,7 @@ class BucketGathering:
         with torch.no_grad():
             for member, piece in zip(bucket.members, torch.split(buffer[: sum(bucket.sizes)], bucket.sizes), strict=True):
                 _copy(member.parameter, piece.view(member.parameter.shape))
+                note_written(member.parameter)
 
 
 class ParameterGathering:

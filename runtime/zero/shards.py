@@ -57,13 +57,30 @@ class ParameterShard:
         mine = data.reshape(-1)[self.start : self.stop]
         if not self.is_view:
             self.tensor.detach().view(-1).copy_(mine)
+            note_written(self.parameter)
         elif self.num_elements and self.tensor.data_ptr() != mine.data_ptr():
             self.tensor.data = mine.view(self.tensor.shape)
 
     def refresh(self) -> None:
-        """See that a view is one still: the parameter may have been given other memory."""
+        """See that a view is one still: the parameter may have been given other memory. A copy takes over what somebody else
+        has written into the parameter since, where that is not just its own value, rounded.
+        """
         if self.is_view:
             self.read()
+        elif getattr(self.parameter, _WRITTEN, None) != self.parameter._version:
+            own = self.tensor.detach().clone()
+            self.read()
+            same = own.to(self.parameter.dtype) == self.tensor.detach().to(self.parameter.dtype)
+            self.tensor.detach().copy_(torch.where(same, own, self.tensor.detach()))
+
+
+# Torch counts how often a tensor was written in place. The mark on a parameter is that count when the optimizer wrote it last.
+_WRITTEN = "_shardwright_written"
+
+
+def note_written(parameter: nn.Parameter) -> None:
+    """Remember that the values of ``parameter`` are those of the optimizer's copies."""
+    setattr(parameter, _WRITTEN, parameter._version)
 
 
 def shard_tensor(
@@ -80,5 +97,6 @@ def shard_tensor(
         return nn.Parameter(data.new_empty(empty, dtype=dtype)), dtype == data.dtype
     if dtype == data.dtype and data.is_contiguous():
         return nn.Parameter(data.view(-1)[start:stop].view(shape)), True
+    note_written(parameter)
     copy: Tensor = data.reshape(-1)[start:stop].to(dtype, copy=True)
     return nn.Parameter(copy.view(shape)), False

@@ -242,7 +242,8 @@ def test_with_overlap_a_second_backward_needs_no_sync(files):
     for text in run_ranks(2, train):
         assert text.splitlines()[1:] == [
             "  why:   with use_async_reducer the first one already started to sum gradients over the ranks",
-            "  try:   run all backward passes but the last inside `with optimizer.no_sync():`, or train without use_async_reducer",
+            "  try:   run all backward passes but the last inside `with optimizer.no_sync():`, "
+            "or train without use_async_reducer",
         ]
 
 

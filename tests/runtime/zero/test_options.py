@@ -229,8 +229,41 @@ def test_masters_are_part_of_the_state():
     for mine, theirs in zip(optimizer.shards, other.shards, strict=True):
         assert torch.equal(mine.tensor, theirs.tensor) and not torch.equal(mine.tensor, mine.parameter.float().view(-1))
 
+    for order in (("module", "optimizer"), ("optimizer", "module")):
+        fresh = low_model()
+        third = build_optimizer(fresh, torch.optim.SGD, config_of(1), lr=1e-4)
+        for part in order:
+            (fresh if part == "module" else third).load_state_dict(model.state_dict() if part == "module" else state)
+        third.step()
+        for mine, theirs in zip(optimizer.shards, third.shards, strict=True):
+            assert torch.equal(mine.tensor, theirs.tensor), order
+
     for values in state["state"].values():
         del values["master"]
     other.load_state_dict(state)
     for shard in other.shards:
         assert torch.equal(shard.tensor, shard.parameter.float().view(-1)), "without masters the parameters are as they are"
+
+
+@pytest.mark.parametrize("flags", [{}, {"contiguous_param_buffer": True}, {"overlap_param_sync": True}], ids=str)
+def test_masters_follow_parameters_that_somebody_else_sets(flags):
+    models, other = [low_model() for _ in range(2)], low_model()
+    with torch.no_grad():
+        other[0].weight.mul_(3)
+
+    def on_rank(rank):
+        optimizer = build_optimizer(models[rank], torch.optim.SGD, config_of(2, **flags), lr=1e-4)
+        for step in range(2):
+            if step == 1:
+                models[rank].load_state_dict(other.state_dict())
+            models[rank](low_batch(rank, step)).square().sum().backward()
+            before = [shard.tensor.detach().clone() for shard in optimizer.shards]
+            optimizer.step()
+            optimizer.zero_grad()
+        for shard, stale in zip(optimizer.shards, before, strict=True):
+            expected = other.get_parameter(shard.name).detach().float().view(-1)[shard.start : shard.stop]
+            torch.testing.assert_close(shard.tensor.detach(), expected, rtol=0.2, atol=1e-2)
+            if shard.name == "0.weight" and shard.num_elements:
+                assert (shard.tensor - stale).abs().max() > 0.1
+
+    run_ranks(2, on_rank)

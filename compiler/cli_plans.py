@@ -1,10 +1,10 @@
-"""The commands about plans and what they cost: ``plan``, ``simulate``, ``diff``."""
+"""The commands about plans and what they cost: ``plan``, ``explain``, ``simulate``, ``diff``."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,18 +14,31 @@ from shardwright.compiler.cli_request import add_model, add_model_target, add_ra
 from shardwright.compiler.cli_targets import load_model
 from shardwright.compiler.compile import annotate, compile_graph, pass_manager
 from shardwright.compiler.cost.audit import audit
-from shardwright.compiler.cost.hardware import load_hardware
+from shardwright.compiler.cost.hardware import Hardware, load_hardware
 from shardwright.compiler.module_source import in_dtype
+from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.named import split_dim_names
 from shardwright.compiler.report.diff import diff, show_diff
 from shardwright.compiler.report.page import Section, page
 from shardwright.compiler.report.pictures import amount
 from shardwright.compiler.report.plan_tables import new_table
 from shardwright.compiler.trace import trace
+from shardwright.policies.autodist.explain import (
+    Choice,
+    Request,
+    against,
+    cheapest,
+    explain_module,
+    explain_operator,
+    levers,
+    side_by_side,
+)
 from shardwright.policies.autodist.policy import AutodistOptions, search, settled
 from shardwright.policies.autodist.search import Found
 from shardwright.policies.policy import read_options
 from shardwright.policies.saved import read_plan_file
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.swap import write_file
 
 
@@ -37,14 +50,83 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(policy="autodist")
 
 
-def _plan(options: argparse.Namespace) -> int:
+def _search_request(options: argparse.Namespace) -> tuple[PlannableGraph, ComputeConfig, AutodistOptions, Hardware]:
+    """What a search is asked for on a command line."""
     source, dummy_args = load_model(options.target, options.args)
     policy, config = read_plan_request(options)
     chosen = read_options(AutodistOptions, {**config.pas_config, "hardware": options.hardware}, policy=policy.name)
-    hardware = load_hardware(options.hardware, config.runtime_ngpus)
     module = source.make()
     with in_dtype(module, read_dtype(options.dtype)):
         graph = annotate(trace(module, dummy_args, dynamic_dims=config.dim_symbols()), pass_manager())
+    return graph, config, chosen, load_hardware(options.hardware, config.runtime_ngpus)
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    add_model_target(parser)
+    add_ranks(parser)
+    _add_machine(parser, html=False)
+    parser.add_argument("--op", metavar="NAME", help="the runners-up of an operator")
+    parser.add_argument("--module", metavar="PATH", help="what a module would cost split otherwise")
+    parser.add_argument("--against", metavar="AXIS=N,...", help="compare with the best plan on another mesh: tp=8; pp=2,tp=4")
+    parser.add_argument("--most", type=int, default=10, metavar="N", help="rows to show (default: %(default)s)")
+    parser.set_defaults(policy="autodist")
+
+
+def _explain(options: argparse.Namespace) -> int:
+    graph, config, chosen, hardware = _search_request(options)
+    found = search(graph, config, chosen, hardware)
+    console = make_console()
+    plan = settled(found, config, hardware)
+    assert found.best is not None and found.best.cost is not None
+    request = Request(graph, config, chosen, hardware, found.best)
+    console.print(f"{found.best.title}: {plan.certificate}", soft_wrap=True)
+    asked = False
+    if options.op is not None:
+        console.print(choice_table(f"Operator {options.op}", cheapest(explain_operator(request, options.op), options.most)))
+        asked = True
+    if options.module is not None:
+        console.print(choice_table(f"Module {options.module}", cheapest(explain_module(request, options.module), options.most)))
+        asked = True
+    if options.against is not None:
+        other = against(request, read_sizes(options.against))
+        table = new_table("Seconds of a step, on the rank that has most", "", found.best.title, other.title)
+        for name, left, right in side_by_side(found.best, other):
+            table.add_row(name, amount(left, "s"), amount(right, "s"))
+        assert other.cost is not None
+        table.add_row("peak memory", amount(found.best.cost.peak_bytes, "B"), amount(other.cost.peak_bytes, "B"))
+        console.print(table)
+        asked = True
+    if not asked:
+        console.print(str(found.best.cost), soft_wrap=True)
+        console.print(choice_table("What would help", levers(request)))
+    return 0
+
+
+def choice_table(title: str, choices: Iterable[Choice]) -> Table:
+    """Choices with the step they allow, relative to the plan's; ``*`` marks what the plan does."""
+    listed = list(choices)
+    base = next((choice.step_s for choice in listed if choice.chosen), None)
+    table = new_table(title, "", "choice", "step", "against the plan")
+    for choice in listed:
+        fits = choice.step_s < float("inf")
+        change = f"{choice.step_s / base - 1:+.1%}" if fits and base else ""
+        table.add_row("*" if choice.chosen else "", choice.name, amount(choice.step_s, "s") if fits else "nothing fits", change)
+    return table
+
+
+def read_sizes(text: str) -> dict[str, int]:
+    """``pp=2,tp=4`` as a mapping. Raises :class:`ConfigError` for anything else."""
+    sizes = {}
+    for part in text.split(","):
+        axis, _, size = part.strip().partition("=")
+        if not axis.isidentifier() or not size.isdecimal() or int(size) < 1:
+            raise ConfigError(f"{text!r} does not say the sizes of axes", hint="for example tp=8, or pp=2,tp=4")
+        sizes[axis] = int(size)
+    return sizes
+
+
+def _plan(options: argparse.Namespace) -> int:
+    graph, config, chosen, hardware = _search_request(options)
     found = search(graph, config, chosen, hardware)
     console = make_console()
     console.print(candidate_table(found))
@@ -90,13 +172,14 @@ def candidate_rows(found: Found) -> list[tuple[str, ...]]:
     return [*rows, *((title, "", "", "", reason) for title, reason in found.refused.items())]
 
 
-def _add_machine(parser: argparse.ArgumentParser) -> None:
+def _add_machine(parser: argparse.ArgumentParser, *, html: bool = True) -> None:
     """The machine a plan is for, and where a page goes."""
     parser.add_argument("--dtype", help="as if the module had been cast to this dtype: bfloat16, ...")
     parser.add_argument(
         "--hardware", default="a100-80gb", metavar="NAME|FILE", help="a preset or a hardware file (default: %(default)s)"
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")
+    if html:
+        parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")
 
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
@@ -150,6 +233,18 @@ COMMANDS: Mapping[str, tuple[Callable[[argparse.ArgumentParser], None], Callable
 Needs no device. Prints what was tried with its time, the least time it could have, and its memory, and why the rest was
 refused.
 Options of the search are those of policy 'autodist': --set pas_config.KEY=VALUE.""",
+    ),
+    "explain": (
+        _add_explain,
+        _explain,
+        """Say why the best plan looks as it does.
+
+    shardwright explain my_models:make_gpt --plan-ngpus 8
+    shardwright explain my_models:make_gpt --plan-ngpus 8 --op lm_head --against tp=8
+    shardwright explain my_models:make_gpt --plan-ngpus 8 --module transformer.h.0.mlp
+
+Searches as 'plan' does, then searches again with one thing changed: more memory, faster links, an operator or a module split in
+another way, another mesh. Every figure is that of the best plan under the change.""",
     ),
     "simulate": (
         _add_simulate,

@@ -106,7 +106,7 @@ def search(graph: PlannableGraph, config: ComputeConfig, options: AutodistOption
         PlanError: constraints or stages that the model does not have.
     """
     space = _space(graph, config, options, hardware)
-    placer = _Placer(graph, config, options, hardware)
+    placer = Placer(graph, config, options, hardware)
     return Search(graph, config, hardware, space, placer, time_limit_s=options.time_limit_s).run()
 
 
@@ -213,7 +213,7 @@ def _check(config: ComputeConfig, options: AutodistOptions) -> None:
         raise ConfigError(f"there is no schedule {options.schedule!r} to train with", hint=f"one of {', '.join(trained)}")
 
 
-class _Placer:
+class Placer:
     """Places the model, keeping what does not change between the wishes for one mesh."""
 
     def __init__(self, graph: PlannableGraph, config: ComputeConfig, options: AutodistOptions, hardware: Hardware) -> None:
@@ -221,8 +221,9 @@ class _Placer:
         self._deadline = time.monotonic() + options.time_limit_s
         self._pricings: dict[Mesh, Pricing] = {}
 
-    def __call__(self, wish: Wish) -> Placed:
-        request = PlacementRequest(
+    def request(self, wish: Wish) -> PlacementRequest:
+        """What a wish asks of the placement, with what the options fix."""
+        return PlacementRequest(
             self.graph,
             wish.mesh,
             tuple(range(wish.mesh.size)),
@@ -236,6 +237,9 @@ class _Placer:
             recompute=wish.recompute,
             in_flight=wish.in_flight,
         )
+
+    def __call__(self, wish: Wish) -> Placed:
+        request = self.request(wish)
         pricing = self._pricings.setdefault(wish.mesh, Pricing(request))
         found = place(request, pricing=pricing)
         if isinstance(found, Infeasible):

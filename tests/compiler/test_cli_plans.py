@@ -57,3 +57,17 @@ def test_a_machine_that_is_too_small(run) -> None:  # type: ignore[no-untyped-de
     assert shown.startswith("error: no plan for 2 ranks fits on a100-80gb\n")
     shown = run("plan plan_models:make --plan-ngpus 2 --hardware a10", expected=1)
     assert "did you mean 'a100" in shown or "one of" in shown
+
+
+def test_explain(run) -> None:  # type: ignore[no-untyped-def]
+    request = "explain plan_models:make --plan-ngpus 2"
+    shown = run(request)
+    assert "What would help" in shown and "links of twice the rate" in shown and "memory without limit" in shown
+    shown = run(f"{request} --op down --module down --against tp=2")
+    assert "Operator down" in shown and "Module down" in shown and "as planned" in shown
+    assert "peak memory" in shown and "computing" in shown
+    lines = [line for line in shown.splitlines() if line.startswith("*")]
+    assert len(lines) == 2 and all("+0.0%" in line for line in lines)
+    assert "error: the model has no operator 'dwn'" in run(f"{request} --op dwn", expected=1)
+    assert "error: the mesh tp=4 has 4 ranks" in run(f"{request} --against tp=4", expected=1)
+    assert "does not say the sizes of axes" in run(f"{request} --against tp4", expected=1)

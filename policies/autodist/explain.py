@@ -1,0 +1,216 @@
+"""Why a plan looks as it does: the runners-up of an operator or a module, what a named alternative would cost, and what more
+memory or faster links would buy. Every figure is that of a plan found by the same search, not an estimate of a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from shardwright.compiler.cost.hardware import Hardware, Link, Tier
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.check import ops_of, suggestion
+from shardwright.compiler.plan.plan import Plan
+from shardwright.policies.autodist.candidates import ROLES
+from shardwright.policies.autodist.placement import alternatives, in_words, place
+from shardwright.policies.autodist.policy import AutodistOptions, Placer, search
+from shardwright.policies.autodist.search import Candidate, Wish
+from shardwright.policies.autodist.solver.problem import Infeasible
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import PlanError
+from shardwright.runtime.layout import Mesh
+
+GIGABYTE = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to do something, and the seconds per step of the best plan that does it so; infinite where none fits."""
+
+    name: str
+    step_s: float
+    chosen: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a search was asked for. ``best`` is what it found."""
+
+    graph: PlannableGraph
+    config: ComputeConfig
+    options: AutodistOptions
+    hardware: Hardware
+    best: Candidate
+
+    @property
+    def positions(self) -> int:
+        return len({stage.ranks for stage in self.best.plan.stages}) or 1
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of one pipeline position."""
+        return self.best.placed.plan.mesh
+
+    def wish(self) -> Wish:
+        """The placement behind the best plan, for speed alone."""
+        return Wish(self.mesh, self.options.num_microbatches or self.options.update_freq or 1)
+
+
+def explain_operator(request: Request, name: str) -> list[Choice]:
+    """Every way to compute an operator on the mesh of the plan, each with the best placement of all the others, cheapest first.
+
+    Raises:
+        PlanError: the model has no such operator.
+    """
+    ops = ops_of(request.graph)
+    if name not in ops:
+        raise PlanError(f"the model has no operator {name!r}", hint=suggestion(name, ops))
+    placer = _placer(request)
+    found = place(placer.request(request.wish()))
+    assert not isinstance(found, Infeasible), "the plan itself is a placement"
+    chosen = in_words(found.plan.strategies.get(name, {}))
+    return [Choice(words, seconds, words == chosen) for words, seconds in alternatives(found, name).items()]
+
+
+def explain_module(request: Request, path: str) -> list[Choice]:
+    """For every axis, what is computed in a module cut along another dim of the model, or not at all, the rest free.
+
+    Raises:
+        PlanError: no operator belongs to such a module.
+    """
+    graph = request.graph
+    own = [op for op in graph.ops if op.module_path == path or op.module_path.startswith(f"{path}.")]
+    if not own:
+        paths = sorted({op.module_path for op in graph.ops if op.module_path})
+        raise PlanError(f"no operator belongs to module {path!r}", hint=suggestion(path, paths))
+    assert graph.dims is not None
+    names = {op.name for op in own}
+    dims = {graph.dims.classes[index].name for (name, _), index in graph.dims.factors.items() if name in names}
+    free = _placement_s(request, {})
+    found = [Choice("as planned", free, chosen=True)]
+    for axis in request.mesh.names:
+        for wish in (*sorted(dims), "R"):
+            words = f"{axis} not used" if wish == "R" else f"{axis} splits {wish}"
+            found.append(Choice(words, _placement_s(request, {path: {axis: wish}})))
+    return sorted(found, key=lambda choice: (choice.step_s, not choice.chosen))
+
+
+def levers(request: Request) -> list[Choice]:
+    """What one more gigabyte of memory, and links of twice the rate, would buy on the mesh of the plan; and without a memory
+    limit, whether memory binds.
+    """
+    hardware, options = request.hardware, request.options
+    limit = options.memory_limit_gb or hardware.device.memory_bytes / GIGABYTE
+    fixed = _same_shape(request)
+    variants = {
+        "the plan": (fixed, hardware),
+        "one more gigabyte of memory": (replace(fixed, memory_limit_gb=limit + 1), hardware),
+        "memory without limit": (replace(fixed, memory_limit_gb=1e9), hardware),
+        "links of twice the rate": (fixed, _faster_links(hardware, 2.0)),
+    }
+    found = []
+    for name, (chosen, machine) in variants.items():
+        best = search(request.graph, request.config, chosen, machine).best
+        found.append(Choice(name, best.step_s if best else float("inf"), name == "the plan"))
+    return found
+
+
+def against(request: Request, sizes: Mapping[str, int]) -> Candidate:
+    """The best plan on a named mesh, such as ``tp=8`` or ``pp=2, tp=4``. Axes with the name of a role (``dp``, ``sp``, ``ep``,
+    ``tp``) split what that role splits.
+
+    Raises:
+        PlanError: nothing fits there, with the reasons.
+    """
+    inner = {axis: size for axis, size in sizes.items() if axis != "pp"}
+    positions = sizes.get("pp", 1)
+    if Mesh.of(sizes).size != request.config.plan_ngpus:
+        raise PlanError(
+            f"the mesh {Mesh.of(sizes)} has {Mesh.of(sizes).size} ranks",
+            why=f"plan_ngpus={request.config.plan_ngpus}",
+            hint="make the product of the sizes equal to plan_ngpus",
+        )
+    forbid = {**request.options.forbid, **_by_role(request.graph, tuple(inner))}
+    options = replace(request.options, mesh=inner, num_stages=positions, forbid=forbid)
+    found = search(request.graph, request.config, options, request.hardware)
+    if found.best is None:
+        reasons = "; ".join(f"{title}: {reason}" for title, reason in found.refused.items())
+        raise PlanError(f"nothing fits on the mesh {Mesh.of(sizes)}", why=reasons or None)
+    return found.best
+
+
+def _by_role(graph: PlannableGraph, axes: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """What axes with a role in their name must leave alone: ``dp`` all but the batch, ``tp`` batch and sequence."""
+    assert graph.dims is not None
+    roles = dict(ROLES)
+    forbid: dict[str, tuple[str, ...]] = {}
+    for dim in {found.name for found in graph.dims.classes}:
+        for axis in axes:
+            role = axis.rstrip("0123456789")
+            own = next((name for name, members in ROLES if dim in members), "tp")
+            if role in roles and own != role:
+                forbid[dim] = (*forbid.get(dim, ()), axis)
+    return forbid
+
+
+def side_by_side(left: Candidate, right: Candidate) -> list[tuple[str, float, float]]:
+    """Where the seconds of two plans go, on the rank that has most of each: name, left, right; the largest difference first."""
+    assert left.cost is not None and right.cost is not None
+    rows = [("step", left.step_s, right.step_s)]
+    parts: dict[str, list[float]] = {}
+    for side, candidate in enumerate((left, right)):
+        assert candidate.cost is not None
+        for rank in candidate.cost.ranks:
+            for name, seconds in {"computing": rank.compute_s, **rank.comm_s, "waiting": rank.idle_s}.items():
+                pair = parts.setdefault(name, [0.0, 0.0])
+                pair[side] = max(pair[side], seconds)
+    ordered = sorted(parts.items(), key=lambda item: -abs(item[1][0] - item[1][1]))
+    return rows + [(name, a, b) for name, (a, b) in ordered if a or b]
+
+
+def _placement_s(request: Request, pin: Mapping[str, Mapping[str, str]]) -> float:
+    """Seconds per step of the best placement with some of it pinned; infinite where a pin leaves nothing."""
+    placer = _placer(replace(request, options=replace(request.options, pin={**request.options.pin, **pin})))
+    try:
+        found = place(placer.request(request.wish()))
+    except PlanError:
+        return float("inf")  # the module cannot follow the pin: that is what the row says
+    return float("inf") if isinstance(found, Infeasible) else found.cost_s
+
+
+def _placer(request: Request) -> Placer:
+    return Placer(request.graph, request.config, request.options, request.hardware)
+
+
+def _same_shape(request: Request) -> AutodistOptions:
+    """Options that leave the search the mesh, the positions and the schedule of the plan."""
+    plan: Plan = request.best.plan
+    options = replace(request.options, mesh=dict(request.mesh.axes), num_stages=request.positions)
+    if not plan.stages:
+        return replace(options, num_stages=None, num_microbatches=None, update_freq=request.wish().num_microbatches)
+    return replace(options, schedule=plan.schedule, chunks=len(plan.stages) // request.positions)
+
+
+def _faster_links(hardware: Hardware, factor: float) -> Hardware:
+    """The machine with all rates of its links multiplied."""
+
+    def scaled(rate: float | None) -> float | None:
+        return None if rate is None else rate * factor
+
+    def tier(item: Tier) -> Tier:
+        kinds = {name: Link(link.latency_s, link.bytes_per_s * factor) for name, link in item.kinds.items()}
+        return replace(
+            item,
+            bytes_per_s=item.bytes_per_s * factor,
+            kinds=kinds,
+            uplink_bytes_per_s=scaled(item.uplink_bytes_per_s),
+            fabric_bytes_per_s=scaled(item.fabric_bytes_per_s),
+        )
+
+    return replace(hardware, tiers=tuple(map(tier, hardware.tiers)))
+
+
+def cheapest(choices: Iterable[Choice], most: int) -> list[Choice]:
+    """The first ``most`` choices, and the chosen one wherever it stands."""
+    listed = list(choices)
+    return [choice for index, choice in enumerate(listed) if index < most or choice.chosen]

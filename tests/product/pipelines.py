@@ -5,7 +5,7 @@
 The default tests run a cover of it (tests/parity/test_pipelines.py). Cases come in random order, so that a run that ends early
 has seen some of everything; ``--seed`` chooses the order, and ``--after`` skips what an earlier run with this seed has done.
 Every failure is printed with its case; the exit status tells whether there was one. A case whose schedule does not exist
-(interleaving needs whole rounds of microbatches) is left out; one that the compiler refuses is counted, its reason printed once.
+(interleaving needs whole rounds of microbatches) is left out; one that the compiler refuses is counted, with its reason once.
 """
 
 from __future__ import annotations

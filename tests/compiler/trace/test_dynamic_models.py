@@ -12,7 +12,7 @@ DYNAMIC = {path: {0: "batch", 1: "seq"} for path in ("input_ids", "labels")}
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "llama-padded", "gpt2-cache"])
 def test_dynamic_batch_and_sequence(name: str) -> None:
-    """Equal but for the last digits: with sizes unknown, attention gets its causal mask as a tensor, and takes another kernel."""
+    """Equal but for the last digits: with sizes unknown, attention gets its causal mask as a tensor and another kernel."""
     entry = zoo.get(name)
     inputs = entry.inputs()
     dims = DYNAMIC | ({"attention_mask": DYNAMIC["labels"]} if "attention_mask" in inputs else {})

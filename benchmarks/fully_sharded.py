@@ -27,7 +27,6 @@ from step_time import LEARNING_RATE, SEQ_LENGTH, VOCAB_SIZE, Step, make_batch, s
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import shardwright
 
@@ -67,7 +66,7 @@ def peak_bytes(side: Side) -> int:
     state = [x for entries in optimizer.state.values() for x in entries.values() if isinstance(x, Tensor)]
     there = [*model.parameters(), *model.buffers(), *state]
     there += [p.grad for p in model.parameters() if p.grad is not None]
-    with LiveBytes(x.to_local() if isinstance(x, DTensor) else x for x in there) as live:
+    with LiveBytes(there) as live:
         step()
     return live.peak
 

@@ -1,12 +1,18 @@
-"""How many bytes of tensors are alive while some code runs, counted at every operator."""
+"""How many bytes of tensors are alive while some code runs, for sides that manage memory in different ways.
+
+Unlike :mod:`shardwright.compiler.cost.live_bytes` this reads the size of every storage each time: FSDP2 frees the weights it
+has gathered by resizing their storages to nothing, which no operator tells of. Of a DTensor the local piece counts.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -14,29 +20,32 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Counts what is made inside the ``with`` block, by storage, on the thread of the block (and in its backward).
 
-    ``peak``: at most, after any operator. ``now``: after the last one. ``known``: tensors that were there before and count too.
+    ``peak``: at most, after any operator. ``known``: tensors that were there before and count too.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.peak = 0
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for x in known:
-            self._count(x)
+            self._watch(x)
 
     @property
     def now(self) -> int:
-        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
-        return sum(num_bytes for _, num_bytes in self._alive.values())
+        """After the last operator."""
+        alive = {key: storage for key, reference in self._storages.items() if (storage := reference()) is not None}
+        self._storages = {key: self._storages[key] for key in alive}
+        return sum(storage.nbytes() for storage in alive.values())
 
-    def _count(self, x: Any) -> None:
+    def _watch(self, x: Any) -> None:
+        x = x._local_tensor if isinstance(x, DTensor) else x
         if isinstance(x, Tensor):
             storage = x.untyped_storage()
-            self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            self._storages[storage._cdata] = weakref.ref(storage)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            self._count(leaf)
+            self._watch(leaf)
         self.peak = max(self.peak, self.now)
         return result

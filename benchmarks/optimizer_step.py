@@ -70,9 +70,7 @@ def ddp(batch: dict[str, Tensor]) -> Side:
 def zero_redundancy(batch: dict[str, Tensor]) -> Side:
     """DistributedDataParallel with ZeroRedundancyOptimizer, whose parameters are views of one buffer for each rank."""
     model = DistributedDataParallel(make_model(), gradient_as_bucket_view=True, static_graph=True)
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=LEARNING_RATE
-    )
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=LEARNING_RATE)
     return stepper(model, optimizer, batch), lambda: held_mib(model, optimizer.optim)
 
 

@@ -227,7 +227,7 @@ def _drop_forbidden(network: Network, nodes: set[int]) -> Infeasible | None:
 
     def drop(node: int, keep: NDArray[np.bool_]) -> Infeasible | None:
         if not keep.any():
-            reason = f"every strategy of node {node} is forbidden, by itself or by its neighbours"
+            reason = "every strategy of one node is forbidden, by itself or by its neighbours"
             return Infeasible(True, reason, nodes=(node,))
         network.restrict(node, keep)
         if node not in queued:
@@ -308,7 +308,7 @@ def _drop_exceeding(network: Network, changed: set[int]) -> Infeasible | None:
         for node in [node for node, used in row.usage.items() if id(used) in large] if large else ():
             keep = row.usage[node] <= row.room
             if not keep.any():
-                reason = f"row {row.index}: each strategy left of node {node} exceeds it, whatever the others use"
+                reason = f"row {row.index}: each strategy left of one node exceeds it, whatever the others use"
                 return Infeasible(True, reason, row.index, nodes=(node,))
             if not keep.all():
                 network.restrict(node, keep)

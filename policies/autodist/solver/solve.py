@@ -11,6 +11,7 @@ Constraints:
 
 How it is solved, each step only if the one before left a gap and time is left:
 
+0. A hint of repeated blocks only orders the nodes, so that equal blocks are seen to be equal (blocks.py).
 1. `simplify` drops what cannot matter, and finds rows that cannot be kept (network.py).
 2. No row can bind: elimination is exact, repeated blocks included (eliminate.py).
 3. Rows: the best multipliers give a bound, the choices met on the way are offered; crossing two of them, repair and local
@@ -28,6 +29,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from shardwright.policies.autodist.solver.blocks import Renumbering
 from shardwright.policies.autodist.solver.branch import branch
 from shardwright.policies.autodist.solver.eliminate import MAX_JOIN
 from shardwright.policies.autodist.solver.local import LocalSearch
@@ -65,13 +67,14 @@ def solve(
     Raises:
         KeyboardInterrupt: only before any choice is found; later the best so far is returned.
     """
-    progress = Progress(problem, time_limit_s, on_improvement, target_gap)
+    renumbering = Renumbering(problem)
+    progress = Progress(renumbering.problem, time_limit_s, on_improvement, target_gap)
     try:
-        _search(problem, start, progress)
+        _search(renumbering.problem, renumbering.forth(start), progress)
     except KeyboardInterrupt:
         if progress.choice is None:
             raise
-    return progress.result()
+    return renumbering.back(progress.result())
 
 
 def _search(problem: Problem, start: Sequence[int] | None, progress: Progress) -> None:

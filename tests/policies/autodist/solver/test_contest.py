@@ -1,0 +1,56 @@
+"""Real problems with known answers: the instances of the intra-operator parallelism contest in benchmarks/iopddl."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from shardwright.policies.autodist.solver.problem import Infeasible, Problem
+from shardwright.policies.autodist.solver.solve import solve
+
+BENCHMARKS = Path(__file__).resolve().parents[4] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def iopddl() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("iopddl", BENCHMARKS / "iopddl.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["iopddl"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_reading_makes_one_row_of_every_live_set(iopddl: ModuleType, tmp_path: Path) -> None:
+    """Three nodes live in [0, 4), [2, 6), [4, 4): only what is live at 2 may exceed 10; the empty interval uses nothing."""
+    nodes = {"intervals": [[0, 4], [2, 6], [4, 4]], "costs": [[1, 2], [3, 10**18], [0]], "usages": [[5, 9], [4, 6], [100]]}
+    edges = {"nodes": [[1, 0]], "costs": [[1, 2, 3, 4]]}
+    path = tmp_path / "tiny.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"problem": {"nodes": nodes, "edges": edges, "usage_limit": 10}}).encode()))
+    instance = iopddl.read("tiny", path)
+    assert instance.moments() == [2]
+    (row,) = instance.rows([2])
+    assert row.limit == 10 and {node: used.tolist() for node, used in row.usage.items()} == {0: [5, 9], 1: [4, 6]}
+    assert instance.problem.node_costs[1].tolist() == [3, np.inf]
+    a, b, cost = instance.problem.edges[0]
+    assert (a, b, cost.tolist()) == (1, 0, [[1, 2], [3, 4]])
+    assert instance.over_time([1.0, 1.0, 1.0]).tolist() == [1, 1, 2, 2, 1, 1, 0]
+    whole = Problem(instance.problem.node_costs, instance.problem.edges, (row,))
+    found = solve(whole, time_limit_s=10)
+    assert not isinstance(found, Infeasible) and found.choice == (0, 0, 0) and found.cost == found.bound == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["B", "G"])
+def test_small_instances_are_proved_optimal(iopddl: ModuleType, name: str) -> None:
+    instance = iopddl.read(name, BENCHMARKS / "iopddl" / f"asplos-2025-iopddl-{name}.json.gz")
+    cost, bound, proof = iopddl.run(instance, time.monotonic() + 200)
+    assert cost == bound == iopddl.BEST_KNOWN[name] and proof.startswith("optimal by")

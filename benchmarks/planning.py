@@ -1,0 +1,101 @@
+"""How long autodist takes to plan, and how far from optimal its plan can be: a Llama of the 8B shape on one mesh, and searched.
+
+    python benchmarks/planning.py [--quick] [--search]
+
+The model is traced on meta, bfloat16, one sequence of 4096 tokens for every rank along the first axis; the machine is A100-80GB
+nodes of eight. Times are CPU seconds of this process; tracing is not counted, everything from the traced graph to the plan is.
+Without ``--search`` a placement on each mesh, all axes at once. With it the whole search with pipelines, 64 microbatches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, logging
+
+from shardwright.compiler.compile import annotate, pass_manager
+from shardwright.compiler.cost.hardware import load_hardware
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.trace import trace
+from shardwright.policies.autodist.placement import place
+from shardwright.policies.autodist.policy import AutodistOptions, search, settled
+from shardwright.policies.autodist.request import PlacementRequest
+from shardwright.policies.autodist.solver.problem import Infeasible
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.layout import Mesh
+
+logging.set_verbosity_error()  # random weights are meant
+
+CASES = ((2, (8,)), (32, (8,)), (32, (8, 8)), (32, (128, 8)), (126, (8, 8)), (126, (512, 8)))
+"""Layers, and sizes of the mesh's axes."""
+
+SEARCHES = ((32, 8), (32, 64))
+"""Layers, and ranks of a unit."""
+
+
+def llama(num_layers: int) -> nn.Module:
+    """A Llama 3 8B with another number of layers, without memory behind its weights."""
+    with torch.device("meta"):
+        fields = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+        config = LlamaConfig(num_hidden_layers=num_layers, vocab_size=128256, use_cache=False, **fields)
+        return LlamaForCausalLM(config).bfloat16()
+
+
+def planned_graph(num_layers: int, batch_size: int) -> PlannableGraph:
+    ids = torch.zeros(batch_size, 4096, dtype=torch.long)
+    return annotate(trace(llama(num_layers), {"input_ids": ids, "labels": ids}), pass_manager())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the smallest two cases only")
+    parser.add_argument("--search", action="store_true", help="the whole search, with pipelines")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds for each case")
+    args = parser.parse_args()
+    if args.search:
+        measure_searches(SEARCHES[:1] if args.quick else SEARCHES, args.limit)
+    else:
+        measure_placements(CASES[:2] if args.quick else CASES, args.limit)
+
+
+def measure_placements(cases: tuple[tuple[int, tuple[int, ...]], ...], limit_s: float) -> None:
+    print("| layers | mesh | CPU s | wall s | step | gap | |\n|---|---|---|---|---|---|---|")
+    for num_layers, sizes in cases:
+        graph = planned_graph(num_layers, sizes[0])
+        mesh = Mesh(tuple(zip(("x", "y"), sizes, strict=False)))
+        config = ComputeConfig(plan_ngpus=mesh.size, runtime_ngpus=mesh.size, outputs="loss")
+        hardware = load_hardware("a100-80gb", mesh.size)
+        began, cpu = time.perf_counter(), time.process_time()
+        ranks = tuple(range(mesh.size))
+        found = place(PlacementRequest(graph, mesh, ranks, hardware, config, time_limit_s=limit_s, outputs={"logits": None}))
+        took = f"{time.process_time() - cpu:.1f} | {time.perf_counter() - began:.1f}"
+        if isinstance(found, Infeasible):
+            print(f"| {num_layers} | {mesh} | {took} | | | {found.reason} |")
+        else:
+            print(
+                f"| {num_layers} | {mesh} | {took} | {found.cost_s * 1e3:.1f} ms | {found.gap:.2%} | {found.proof} |",
+                flush=True,
+            )
+
+
+def measure_searches(cases: tuple[tuple[int, int], ...], limit_s: float) -> None:
+    print("| layers | ranks | CPU s | wall s | step | gap | plan |\n|---|---|---|---|---|---|---|")
+    for num_layers, num_ranks in cases:
+        graph = planned_graph(num_layers, 8)
+        config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=True, outputs="loss")
+        hardware = load_hardware("a100-80gb", num_ranks)
+        began, cpu = time.perf_counter(), time.process_time()
+        options = AutodistOptions(num_microbatches=64, time_limit_s=limit_s)
+        found = search(graph, config, options, hardware)
+        certificate = settled(found, config, hardware).certificate
+        took = f"{time.process_time() - cpu:.1f} | {time.perf_counter() - began:.1f}"
+        assert certificate is not None and found.best is not None
+        step = f"{certificate.cost_s:.3f} s | {certificate.gap:.2%}"
+        print(f"| {num_layers} | {num_ranks} | {took} | {step} | {found.best.title} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

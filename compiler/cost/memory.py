@@ -279,6 +279,7 @@ class _Messages:
 class _StageMemory:
     """Of one microbatch, beyond what is there before its action: ``held`` from forward to backward, ``outputs`` from then to
     the end of the step, the most while each runs, and what a split backward notes between its parts (``deferred``).
+    ``first``: the most in the first backward, which makes ``gradients`` that stay.
     """
 
     held: Mapping[str, int]
@@ -287,16 +288,21 @@ class _StageMemory:
     backward: Moment
     deferred: int
     messages: _Messages
+    first: Moment = field(default_factory=Moment)
+    gradients: int = 0
 
-    def moment(self, kind: ActionKind) -> Moment:
-        """The most while an action runs. A split backward keeps what was saved, and notes gradients for its second part."""
+    def moment(self, kind: ActionKind, *, first: bool) -> Moment:
+        """The most while an action runs; the ``first`` backward of a stage makes the gradients of its parameters. A split
+        backward keeps what was saved, and notes gradients for its second part.
+        """
         if kind is ActionKind.FORWARD:
             return self.forward
+        backward = self.first if first else self.backward
         if kind is ActionKind.BACKWARD:
-            return self.backward
-        totals = dict(self.backward.by_category)
+            return backward
+        totals = dict(backward.by_category)
         totals["activation"] = self.held.get("activation", 0) + self.deferred
-        return Moment(sum(totals.values()), totals, self.backward.name)
+        return Moment(sum(totals.values()), totals, backward.name)
 
 
 def _position_memory(
@@ -308,20 +314,24 @@ def _position_memory(
 ) -> RankMemory:
     mesh = program.programs[own[0]].plan.storage_mesh
     books = _Books(mesh, config, optimizer, True)
-    books.accumulates = True
     num_inputs = program.plan.num_microbatches
     declarations = program.declarations_of(own)
     stages_of = {fqn: {program.plan.stages[index].ranks for index in found} for fqn, found in program.shared.items()}
     books.shared = {d.value.name for d in declarations if len(stages_of.get(d.value.fqn or "", ())) > 1}
     sources = books.place(declarations, {})
-    for name in books.layouts:
-        if not books.is_bucketed(name):
-            books.ledger.hold(books.ledger.new(sources[name][0].num_bytes, "gradient"))
     whole = sum(local_bytes(Layout.whole(v.shape), v.dtype, mesh) for v in program.graph.inputs)
     books.ledger.hold(books.ledger.new(whole * num_inputs, "input"))
     assumed: set[str] = set()
-    stages = {index: _stage_memory(program, index, books, sources, assumed) for index in own}
     base = books.ledger.snapshot()
+    stages: dict[int, _StageMemory] = {}
+    for index in own:
+        books.accumulates = False
+        first = _stage_memory(program, index, books, sources, assumed)
+        gradients = books.ledger.snapshot().get("gradient", 0) - base.get("gradient", 0)
+        gradients -= sum(stage.gradients for stage in stages.values())
+        books.accumulates = True
+        later = _stage_memory(program, index, books, sources, assumed)
+        stages[index] = replace(later, first=first.backward, gradients=gradients)
     peak = _schedule_peak(base, stages, actions)
     books.ledger.restart()
     books.step(declarations)
@@ -400,6 +410,7 @@ def _schedule_peak(base: Mapping[str, int], stages: Mapping[int, _StageMemory], 
     received = [stages[action.stage].messages.received_by(action.kind) for action in actions]
     in_flight = dict.fromkeys(stages, 0)
     noted = kept = 0
+    begun: set[int] = set()  # stages whose parameters have gradients
     peak = Moment(sum(base.values()), base)
     for position, action in enumerate(actions):
         stage = stages[action.stage]
@@ -410,7 +421,8 @@ def _schedule_peak(base: Mapping[str, int], stages: Mapping[int, _StageMemory], 
         posted = [num_bytes for num_bytes in received[position + 1 :] if num_bytes][:RECEIVED_AHEAD]
         waiting = noted - stage.deferred * (action.kind is ActionKind.WEIGHT_GRADIENT)
         _add(totals, {"activation": kept + waiting, "communication": sum(posted)}, 1)
-        moment = stage.moment(action.kind)
+        _add(totals, {"gradient": sum(stages[index].gradients for index in begun)}, 1)
+        moment = stage.moment(action.kind, first=action.stage not in begun)
         _add(totals, moment.by_category, 1)
         total = sum(totals.values())
         if total > peak.num_bytes:
@@ -420,6 +432,7 @@ def _schedule_peak(base: Mapping[str, int], stages: Mapping[int, _StageMemory], 
         elif action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT):
             in_flight[action.stage] -= 1
             kept += stage.outputs
+            begun.add(action.stage)
         noted += stage.deferred * _NOTES.get(action.kind, 0)
     return peak
 

@@ -175,10 +175,13 @@ class Bucket:
         """The buffer, made at first use and again when the parameters have moved to another device."""
         device = self.members[0].parameter.device
         if self._buffer is None or self._buffer.device != device:
-            self._buffer = torch.zeros(self.length + len(self.members), dtype=self.dtype, device=device)
+            self._buffer = self._new_buffer(self.length + len(self.members), device)
             pieces = torch.split(self._buffer[: sum(self.sizes)], self.sizes)
             self._views = [piece.view(m.parameter.shape) for piece, m in zip(pieces, self.members, strict=True)]
         return self._buffer
+
+    def _new_buffer(self, length: int, device: torch.device) -> Tensor:
+        return torch.zeros(length, dtype=self.dtype, device=device)
 
 
 def hold_gradients_in(parameter: nn.Parameter, dtype: torch.dtype) -> None:

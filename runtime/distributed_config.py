@@ -33,9 +33,10 @@ class DistributedOptimizerConfig:
 
     ``overlap_grad_sync``: the reduction of a bucket starts in backward, as soon as all its gradients are there.
     ``overlap_param_sync``: after a step, parameters are gathered until the next forward first uses them.
-    ``contiguous_grad_buffer``: the gradients of a bucket are views of one buffer, which stays; else they are tensors of their
-    own, copied into a buffer while they are reduced. ``contiguous_param_buffer``: the parameters of a bucket are views of one
-    buffer, which saves a copy and memory when they are gathered.
+    ``contiguous_grad_buffer``: gradients are views of one buffer for each dtype, which stays (with stage 2 of one for each
+    bucket, which is freed); else they are tensors of their own, copied into a buffer while they are reduced.
+    ``contiguous_param_buffer``: parameters are views of one buffer for each dtype, which saves a copy and memory when they
+    are gathered.
     """
 
     dtype: Any = "float32"

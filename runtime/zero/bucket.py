@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardwright.runtime.bucket import Bucket, GradientSum, hold_gradients_in, set_reduced
 from shardwright.runtime.communicator import Work
+from shardwright.runtime.zero.arena import Arena
 from shardwright.runtime.zero.groups import ZeroGroup
 from shardwright.runtime.zero.settings import ReductionSettings
 from shardwright.runtime.zero.shards import ParameterShard
@@ -30,7 +31,8 @@ class ShardedBucket(Bucket):
     reduced. Otherwise they stay tensors of their own in the dtype of the parameter, and the buffer exists while they are
     reduced only.
 
-    ``parameter_buffer``: what the parameters are views of, if they are.
+    ``parameter_buffer``: what the parameters are views of, if they are. ``arena``: where the buffer of the gradients lies, if
+    it shares memory with those of other buckets.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class ShardedBucket(Bucket):
         shards: Sequence[ParameterShard],
         settings: ReductionSettings,
         parameter_buffer: Tensor | None = None,
+        arena: Arena | None = None,
     ) -> None:
         super().__init__(members)
         self.dtype = settings.gradient_dtype(self.dtype)
@@ -52,6 +55,8 @@ class ShardedBucket(Bucket):
         self.parameter_buffer = parameter_buffer
         self.slice_sizes = list(slice_sizes)
         self.length = sum(slice_sizes)
+        self._arena = arena
+        self._place = 0 if arena is None else arena.reserve(self.length + len(members))
         self.shards = shards
         self._scatters = settings.scatters
         self._frees = settings.frees_gradients
@@ -79,6 +84,9 @@ class ShardedBucket(Bucket):
     @property
     def counted(self) -> list[Tensor]:
         return [shard.tensor for shard in self.shards if shard.is_counted]
+
+    def _new_buffer(self, length: int, device: torch.device) -> Tensor:
+        return super()._new_buffer(length, device) if self._arena is None else self._arena.take(self._place, length, device)
 
     def take(self, index: int) -> None:
         """See :meth:`Bucket.take`."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
 
 from shardwright.runtime.bucket import Bucket, GradientSum
 from shardwright.runtime.world import World
+from shardwright.runtime.zero.arena import Arenas
 from shardwright.runtime.zero.bucket import ShardedBucket
-from shardwright.runtime.zero.gathering import contiguous
+from shardwright.runtime.zero.gathering import make_contiguous
 from shardwright.runtime.zero.groups import ZeroGroup, deal
 from shardwright.runtime.zero.settings import ReductionSettings
 from shardwright.runtime.zero.shards import ParameterShard, shard_tensor
@@ -27,36 +31,70 @@ def sharded_buckets(
     groups = deal(world, [item.communicator for item in sums], settings.num_groups)
     leaders = _counting_ranks(world, sums)
     owners = _owners(sums, groups) if whole_parameters else None
+    laid = [_lay(members, groups[members[0].communicator.ranks], owners) for members in packed]
+    parameters, gradients = Arenas(), Arenas()
+    is_split = [item.group.inside.size > 1 or settings.state_dtype(item.dtype) != item.dtype for item in laid]
+    places = [
+        parameters.of(item.dtype).reserve(sum(item.slice_sizes)) if split else 0
+        for item, split in zip(laid, is_split, strict=True)
+    ]
     buckets: list[Bucket] = []
-    for members in packed:
-        first = members[0]
-        group = groups[first.communicator.ranks]
-        dtype = settings.state_dtype(first.parameter.dtype)
-        if group.inside.size == 1 and dtype == first.parameter.dtype:
-            buckets.append(Bucket(members))
+    for item, place, split in zip(laid, places, is_split, strict=True):
+        if not split:
+            buckets.append(Bucket(item.members))
             continue
-        num_ranks = group.inside.size
-        if owners is None:
-            sizes = [item.parameter.numel() for item in members]
-            slice_sizes = even_sizes(sum(sizes), num_ranks)
-        else:
-            members = sorted(members, key=lambda item: owners[item.name])
-            sizes = [item.parameter.numel() for item in members]
-            slice_sizes = owned_sizes(sizes, [owners[item.name] for item in members], num_ranks)
-        buffer = contiguous(members, sum(slice_sizes)) if settings.contiguous_parameters else None
-        shards = []
-        for item, ranges in zip(members, pieces(sizes, slice_sizes), strict=True):
-            start, stop = ranges[group.inside.index]
-            tensor, is_view = shard_tensor(item.parameter, start, stop, dtype, flat=owners is None)
-            is_counted = group.across.index == 0 and not leaders[item.name].isdisjoint(group.everyone.ranks)
-            held = tuple((rank, a, b) for rank, (a, b) in zip(group.inside.ranks, ranges, strict=True) if a < b)
-            shards.append(
-                ParameterShard(
-                    item.name, item.parameter, item.layout, tensor, start, stop, is_view, held, group.across.ranks, is_counted
-                )
-            )
-        buckets.append(ShardedBucket(members, group, slice_sizes, shards, settings, buffer))
+        buffer = arena = None
+        if settings.contiguous_parameters:
+            device = item.members[0].parameter.device
+            buffer = parameters.of(item.dtype).take(place, sum(item.slice_sizes), device)
+            make_contiguous(item.members, buffer)
+        if settings.keeps_gradient_buffer:
+            arena = gradients.of(settings.gradient_dtype(item.dtype))
+        shards = _shards(item, settings, leaders, flat=owners is None)
+        buckets.append(ShardedBucket(item.members, item.group, item.slice_sizes, shards, settings, buffer, arena))
     return buckets
+
+
+@dataclass(frozen=True, slots=True)
+class _Laid:
+    """The members of a bucket in the order in which they lie in it, and the slices of the ranks of ``group.inside``."""
+
+    members: Sequence[GradientSum]
+    group: ZeroGroup
+    slice_sizes: Sequence[int]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [item.parameter.numel() for item in self.members]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.members[0].parameter.dtype
+
+
+def _lay(members: Sequence[GradientSum], group: ZeroGroup, owners: Mapping[str, int] | None) -> _Laid:
+    if owners is None:
+        return _Laid(members, group, even_sizes(sum(item.parameter.numel() for item in members), group.inside.size))
+    members = sorted(members, key=lambda item: owners[item.name])
+    sizes = [item.parameter.numel() for item in members]
+    return _Laid(members, group, owned_sizes(sizes, [owners[item.name] for item in members], group.inside.size))
+
+
+def _shards(
+    laid: _Laid, settings: ReductionSettings, leaders: Mapping[str, set[int]], *, flat: bool
+) -> list[ParameterShard]:
+    group, shards = laid.group, []
+    for item, ranges in zip(laid.members, pieces(laid.sizes, laid.slice_sizes), strict=True):
+        start, stop = ranges[group.inside.index]
+        tensor, is_view = shard_tensor(item.parameter, start, stop, settings.state_dtype(laid.dtype), flat=flat)
+        is_counted = group.across.index == 0 and not leaders[item.name].isdisjoint(group.everyone.ranks)
+        held = tuple((rank, a, b) for rank, (a, b) in zip(group.inside.ranks, ranges, strict=True) if a < b)
+        shards.append(
+            ParameterShard(
+                item.name, item.parameter, item.layout, tensor, start, stop, is_view, held, group.across.ranks, is_counted
+            )
+        )
+    return shards
 
 
 def shards_of(buckets: Sequence[Bucket]) -> list[ParameterShard]:

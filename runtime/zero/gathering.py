@@ -91,16 +91,13 @@ class ParameterGathering:
             gathering.finish()
 
 
-def contiguous(members: Sequence[GradientSum], length: int) -> Tensor:
-    """Move the parameters of ``members`` end to end into one new buffer of ``length`` elements, which is returned."""
-    first = members[0].parameter
-    buffer = torch.zeros(length, dtype=first.dtype, device=first.device)
+def make_contiguous(members: Sequence[GradientSum], buffer: Tensor) -> None:
+    """Move the parameters of ``members`` end to end into ``buffer``; they are views of it from then on."""
     sizes = [member.parameter.numel() for member in members]
     for member, piece in zip(members, torch.split(buffer[: sum(sizes)], sizes), strict=True):
         view = piece.view(member.parameter.shape)
         view.copy_(member.parameter.detach())
         member.parameter.data = view
-    return buffer
 
 
 def gathered_gradients(buckets: Iterable[Bucket]) -> dict[str, Tensor | None]:

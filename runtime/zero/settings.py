@@ -72,8 +72,13 @@ class ReductionSettings:
         return self.table is None or self.table.contiguous_grad_buffer
 
     @property
+    def keeps_gradient_buffer(self) -> bool:
+        """Whether the gradients of all buckets are views of one buffer."""
+        return self.table is not None and self.table.contiguous_grad_buffer and not self.frees_gradients
+
+    @property
     def contiguous_parameters(self) -> bool:
-        """Whether the parameters of a bucket are views of one buffer."""
+        """Whether the parameters of all buckets are views of one buffer."""
         return self.table is not None and self.table.contiguous_param_buffer
 
     @property

@@ -87,7 +87,7 @@ def test_views_of_one_buffer(files):
         trained = [p for p in module.parameters() if p.requires_grad]
         return [len({x.untyped_storage().data_ptr() for x in of}) for of in (trained, [p.grad for p in trained])]
 
-    default = {"overlap_grad_sync": False}
+    default = {"overlap_grad_sync": False, "bucket_cap_mb": 3e-4}
     assert run_ranks(2, lambda rank: storages(rank, **default)) == [[7, 1]] * 2
     flags = {"contiguous_grad_buffer": False, "contiguous_param_buffer": True}
     assert run_ranks(2, lambda rank: storages(rank, **default, **flags)) == [[1, 7]] * 2

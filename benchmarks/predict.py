@@ -8,7 +8,8 @@ trains on the same number of samples.
 
 Without ``--hardware`` the machine is calibrated first. All plans live in the same processes and take turns step by step, so
 that load from elsewhere meets all; the fastest round counts, as load only adds time. Memory is counted in a step of its
-own, storage by storage, and the samples count too.
+own, storage by storage, and the samples count too. "Busy" leaves out waiting: what the processor spent on the busiest rank,
+which other jobs on the machine hardly change.
 """
 
 from __future__ import annotations
@@ -122,14 +123,16 @@ def run_rank(folder: Path, num_rounds: int) -> None:
         peaks.append(peak_bytes(model, config, samples))
         optimizer = shardwright.build_optimizer(model, torch.optim.Adam, config, lr=1e-4)
         steps.append((model, optimizer, samples))
-    times = np.empty((num_rounds + 2, len(steps)))
+    times = np.empty((num_rounds + 2, len(steps), 2))
     for row in times:
         for index, step in enumerate(steps):
             row[index] = seconds(*step)
     gathered: list[Any] = [None] * num_ranks
-    dist.all_gather_object(gathered, peaks)
+    fastest = times[2:].min(axis=0)
+    dist.all_gather_object(gathered, (peaks, fastest[:, 1].tolist()))
     if dist.get_rank() == 0:
-        result = {"seconds": times[2:].min(axis=0).tolist(), "peaks": gathered}
+        busy = np.max([cpu for _, cpu in gathered], axis=0).tolist()
+        result = {"seconds": fastest[:, 0].tolist(), "busy": busy, "peaks": [found for found, _ in gathered]}
         (folder / "measured.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
@@ -151,13 +154,14 @@ def train(model: Any, optimizer: Any, samples: Sequence[dict[str, torch.Tensor]]
     optimizer.zero_grad()
 
 
-def seconds(model: Any, optimizer: Any, samples: Sequence[dict[str, torch.Tensor]]) -> float:
-    """One step, of the slowest rank."""
+def seconds(model: Any, optimizer: Any, samples: Sequence[dict[str, torch.Tensor]]) -> tuple[float, float]:
+    """One step of the slowest rank, and the time of the processor that this rank took for it."""
     dist.barrier()
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     train(model, optimizer, samples)
+    busy = time.process_time() - busy
     dist.barrier()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, busy
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
@@ -166,9 +170,14 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
     return float(np.corrcoef(order[0], order[1])[0, 1])
 
 
+def busy_s(cost: PlanCost) -> float:
+    """What the busiest rank computes and communicates: all of a step but waiting."""
+    return max(rank.compute_s + rank.communication_s for rank in cost.ranks)
+
+
 def report(num_ranks: int, costs: Sequence[PlanCost], measured: dict[str, Any]) -> None:
-    print(f"{'plan':28} {'step, ms':>20} {'':>7}   {'peak, MB':>18} {'':>7}")
-    print(f"{'':28} {'predicted':>10} {'measured':>9} {'':>7}   {'predicted':>9} {'measured':>8}")
+    print(f"{'':28} {'step, ms':>20} {'':>7} {'busy, ms':>19}   {'peak, MB':>18}")
+    print(f"{'plan':28} {'predicted measured':>20} {'':>7} {'predicted measured':>19}   {'predicted measured':>18}")
     worst = 0.0
     for index, (case, cost) in enumerate(zip(cases(num_ranks), costs, strict=True)):
         taken = measured["seconds"][index]
@@ -179,11 +188,14 @@ def report(num_ranks: int, costs: Sequence[PlanCost], measured: dict[str, Any]) 
         worst = max(worst, abs(error))
         print(
             f"{case.name:28} {cost.step_s * 1e3:10.1f} {taken * 1e3:9.1f} {cost.step_s / taken - 1:+7.1%}"
+            f" {busy_s(cost) * 1e3:10.1f} {measured['busy'][index] * 1e3:8.1f}"
             f"   {max(found) / 1e6:9.2f} {max(ranks) / 1e6:8.2f} {error:+7.2%}"
         )
     times = [cost.step_s for cost in costs]
     ratios = np.array(times) / np.array(measured["seconds"])
     print(f"\nrank correlation of step times: {rank_correlation(times, measured['seconds']):.3f}")
+    busy = [busy_s(cost) for cost in costs]
+    print(f"rank correlation of busy times: {rank_correlation(busy, measured['busy']):.3f}")
     print(f"predicted / measured: median {np.median(ratios):.2f}, from {ratios.min():.2f} to {ratios.max():.2f}")
     print(f"largest error of a peak: {worst:.2%}")
 

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections import Counter
 
 import plans
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from shardwright.compiler.ir.dims import DimClass
 from shardwright.compiler.ir.value import SourceLocation
 from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.trace import trace
 from shardwright.policies.choice import choose_dims
 from shardwright.policies.splits import split_dims
 from shardwright.runtime.errors import PlanError
@@ -174,6 +176,19 @@ def test_data_needs_a_batch() -> None:
         "  try:   trace with a batch of at least 2: of one row nothing can be told from the shapes"
     )
     assert refusal("data", 2, nn.Linear(4, 4), input=torch.randn(1, 4)) == text.format("[(1, 4)]")
+
+
+def test_more_ranks_than_kv_heads() -> None:
+    """The query heads of each kv head are split; keys and values, small, are computed by every rank, and nothing of them travels:
+    two all-reduces each way, as Megatron's, and one for the embedding.
+    """
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 2}
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, vocab_size=32000, **sizes))
+    ids = torch.zeros(2, 512, dtype=torch.int64)
+    compiled = plans.compile_with(trace(model, {"input_ids": ids, "labels": ids}), "tp", 4, outputs="loss")
+    assert Counter(a.step.kind for a in compiled.program.adapters() if not a.step.kind.startswith("grad_")) == {"all_reduce": 3}
+    assert "heads_per_kv" in {name for names in compiled.plan.dims.values() for name in names.values()}
 
 
 # --------------------------------------------------------------------------------------------------------------- batch

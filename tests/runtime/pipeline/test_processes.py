@@ -1,5 +1,10 @@
 """Pipelines in real processes with gloo."""
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from pipeline_files import Net
 from pipeline_training import assert_equal, train_reference, write
@@ -35,3 +40,15 @@ def test_a_process_that_dies_is_missed_by_name(tmp_path):
         .endswith("  try:   look for the first error on rank 2, or on the ranks that it waits for")
     )
     assert (tmp_path / "error0.txt").read_text().startswith("rank 0 waits in 0B0 for the gradient of '")
+
+
+@pytest.mark.slow
+def test_a_job_ends_on_all_ranks_when_one_dies_in_a_step(tmp_path):
+    """Under torchrun, with what a policy made: no rank hangs, and the others name the action they waited in."""
+    job = Path(__file__).parents[2] / "_lib" / "dying_job.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    ended = subprocess.run([*torchrun, job, tmp_path], capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode != 0
+    errors = re.findall(r"DistributedError: (rank [01] waits in .*)", ended.stderr)
+    assert errors, ended.stderr[-3000:]
+    assert any(re.match(r"rank 1 waits in 1B0 for the gradient of '\w+' from rank 2, and it does not come", e) for e in errors)

@@ -1,0 +1,33 @@
+"""A job under torchrun: trains a compiled pipeline of three ranks; the last goes away in the middle of its second step.
+
+torchrun --nproc-per-node 3 dying_job.py FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+from tied import SAMPLES, Tied
+
+import shardwright
+
+
+def main(folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    config = shardwright.ComputeConfig(plan_ngpus=3, runtime_ngpus=3, use_end2end=True, pas_config={"num_microbatches": 4})
+    module = shardwright.parallelize(Tied(), SAMPLES[0], "pp", config, gen_savedir=folder)
+    module.train_step(SAMPLES)
+    if dist.get_rank() == 2:
+        # Without an error that torchrun would end the others for.
+        module.stage2 = lambda *arguments: os._exit(0)
+    module.train_step(SAMPLES)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(sys.argv[1])

@@ -7,6 +7,7 @@ hundred patterns. Sizes come back in when the steps of a pattern are applied to 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
@@ -18,6 +19,15 @@ Cuts = tuple[tuple[int, tuple[str, ...]], ...]
 """Which places are cut by which axes; places by number."""
 
 PlaceKey = tuple[int, Size, tuple[Size, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """The places of two layouts: ``keys`` in order, their ``number``, and how they stand to each other."""
+
+    keys: tuple[PlaceKey, ...]
+    number: Mapping[PlaceKey, int]
+    relations: tuple[Hashable, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +43,7 @@ class PatternStep:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Form:
     """A layout in canonical form as its cut places and the axes it is P and G on."""
 
@@ -46,10 +56,15 @@ class Form:
         places = sorted(cut_places(layout, mesh), key=lambda place: place.dim)
         return cls(tuple(places), layout.partial, layout.grad_partial)
 
-    @property
+    @functools.cached_property
     def is_static(self) -> bool:
         """Whether all sizes are numbers: only then two forms can be compared."""
         return all(isinstance(size, int) for place in self.places for size in (place.outer, *place.segments))
+
+    @functools.cached_property
+    def cuts(self) -> tuple[tuple[PlaceKey, tuple[str, ...]], ...]:
+        """The places by key, and the axes that cut them."""
+        return tuple((place.key, place.axes) for place in self.places)
 
 
 class Patterns:
@@ -58,34 +73,39 @@ class Patterns:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self._steps: dict[Hashable, tuple[PatternStep, ...]] = {}
+        self._places: dict[tuple[PlaceKey, ...], Places] = {}
+        self._known: dict[PatternStep, PatternStep] = {}
 
     def steps(
         self, source: Form, target: Form, layouts: tuple[Layout, Layout], *, differentiable: bool
-    ) -> tuple[tuple[PlaceKey, ...], tuple[PatternStep, ...]]:
-        """The places of both forms, and the steps over their numbers. ``layouts``: both layouts, for a new pattern."""
-        keys = _ordered(source, target)
-        number = {key: index for index, key in enumerate(keys)}
+    ) -> tuple[Places, tuple[PatternStep, ...]]:
+        """The places of both forms, and the steps over their numbers. ``layouts``: both layouts, for a new pattern.
+
+        Equal places and equal steps are the same objects.
+        """
+        keys = tuple(sorted({key for form in (source, target) for key, _ in form.cuts}))
+        places = self._places.get(keys)
+        if places is None:
+            places = self._places[keys] = Places(keys, {key: index for index, key in enumerate(keys)}, _relations(keys))
+        number = places.number
         pattern = (
-            *_relations(keys),
-            _cuts(source, number),
-            _marks(source),
-            _cuts(target, number),
-            _marks(target),
+            places.relations,
+            tuple((number[key], axes) for key, axes in source.cuts),
+            source.partial,
+            source.grad_partial,
+            tuple((number[key], axes) for key, axes in target.cuts),
+            target.partial,
+            target.grad_partial,
             differentiable,
         )
         found = self._steps.get(pattern)
         if found is None:
             steps = convert(*layouts, self.mesh, differentiable=differentiable)
-            found = self._steps[pattern] = tuple(
+            abstract = (
                 _abstract(step.kind, step.axis, step.backward, step.before, step.after, number, self.mesh) for step in steps
             )
-        return keys, found
-
-
-def _ordered(source: Form, target: Form) -> tuple[PlaceKey, ...]:
-    keys = {place.key for place in source.places}
-    keys.update(place.key for place in target.places)
-    return tuple(sorted(keys))
+            found = self._steps[pattern] = tuple(self._known.setdefault(step, step) for step in abstract)
+        return places, found
 
 
 def _relations(keys: tuple[PlaceKey, ...]) -> tuple[Hashable, ...]:
@@ -94,14 +114,6 @@ def _relations(keys: tuple[PlaceKey, ...]) -> tuple[Hashable, ...]:
         None if a[0] != b[0] else fits(Place(*a, ()), [Place(*b, ())]) for i, a in enumerate(keys) for b in keys[i + 1 :]
     )
     return len(keys), together, tuple(key[2] == (1,) for key in keys)
-
-
-def _cuts(form: Form, number: Mapping[PlaceKey, int]) -> Cuts:
-    return tuple((number[place.key], place.axes) for place in form.places)
-
-
-def _marks(form: Form) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    return form.partial, form.grad_partial
 
 
 def _abstract(

@@ -36,12 +36,20 @@ MAX_GOALS = MAX_EXACT - 1
 
 @dataclass(frozen=True, slots=True)
 class ValueType:
-    """What conversions depend on beside the layouts. ``passes_s``: how often forward and backward run per step."""
+    """What conversions depend on beside the layouts. ``forwards`` and ``backwards``: how often they run per
+    step. ``is_weight``: it is a parameter, whose pieces are gathered for their uses only.
+    """
 
     dtype: torch.dtype
     differentiable: bool
     forwards: int = 1
     backwards: int = 1
+    is_weight: bool = False
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether what is gathered in the forward is gathered again in the backward: parameters stored in pieces."""
+        return self.is_weight and self.differentiable
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +66,9 @@ class Conversions:
 
     def __init__(self, mesh: Mesh, ranks: Sequence[int], hardware: Hardware, layouts: LayoutTable) -> None:
         self.mesh, self.ranks, self.hardware, self.layouts = mesh, tuple(ranks), hardware, layouts
-        self._pairs: dict[tuple[torch.dtype, bool, int, int], tuple[float, float, float]] = {}
+        self._pairs: dict[tuple[torch.dtype, bool, bool, int, int], tuple[float, float, float]] = {}
         self._tables: dict[Hashable, _Table] = {}
+        self._steps: dict[Hashable, tuple[float, float, float]] = {}
         self._names: dict[int, str] = {}
         self._forms: dict[int, Form] = {}
         self._shapes: dict[int, tuple[int, ...]] = {}
@@ -121,7 +130,7 @@ class Conversions:
 
     def _pair(self, kind: ValueType, source: int, goal: int) -> tuple[float, float, float]:
         """Weight, forward and backward seconds of one conversion."""
-        key = (kind.dtype, kind.differentiable, source, goal)
+        key = (kind.dtype, kind.differentiable, kind.is_weight, source, goal)
         found = self._pairs.get(key)
         if found is None:
             price = self._priced if self._form(source).is_static and self._form(goal).is_static else self._converted
@@ -136,21 +145,31 @@ class Conversions:
             for step in steps
         ]
         elements = weight(steps, self.mesh, differentiable=kind.differentiable)
-        return elements, sum(time.forward_s for time in times), sum(time.backward_s for time in times)
+        again = sum(
+            time.forward_s for step, time in zip(steps, times, strict=True) if step.kind == "all_gather" and kind.gathers_again
+        )
+        return elements, sum(time.forward_s for time in times), sum(time.backward_s for time in times) + again
 
     def _priced(self, kind: ValueType, source: int, goal: int) -> tuple[float, float, float]:
         """The same numbers from the pattern of the pair."""
         layouts = self.layouts[source], self.layouts[goal]
-        keys, steps = self.patterns.steps(self._form(source), self._form(goal), layouts, differentiable=kind.differentiable)
+        places, steps = self.patterns.steps(self._form(source), self._form(goal), layouts, differentiable=kind.differentiable)
         shape = self._shape(source)
         elements = forward = backward = 0.0
         for step in steps:
-            time = self._movement_time(kind, shape, keys, step)
-            forward += time.forward_s
-            backward += time.backward_s
-            sent = self._sent(shape, keys, step)
-            elements += sent[0] + (sent[1] if kind.differentiable else 0.0)
-        return elements + STEP_WEIGHT * len(steps), forward, backward
+            key = (shape, id(places), id(step), kind.dtype, kind.differentiable)
+            price = self._steps.get(key)
+            if price is None:
+                time = self._movement_time(kind, shape, places.keys, step)
+                sent = self._sent(shape, step)
+                total = sent[0] + (sent[1] if kind.differentiable else 0.0)
+                price = self._steps[key] = (total, time.forward_s, time.backward_s)
+            elements += price[0]
+            forward += price[1]
+            backward += price[2]
+            if step.kind == "all_gather" and kind.gathers_again:
+                backward += price[1]
+        return elements + STEP_WEIGHT * len(steps), forward, backward  # added as lowering does, for equal ties
 
     def _movement_time(self, kind: ValueType, shape: tuple[int, ...], keys: tuple[PlaceKey, ...], step: PatternStep) -> OpTime:
         item = kind.dtype.itemsize
@@ -159,7 +178,7 @@ class Conversions:
         movement = Movement(step.kind, step.backward, step.axis, before, after, self._end_to_end(shape, keys, step, whole))
         return movement_time(movement, self.mesh, self.ranks, self.hardware, differentiable=kind.differentiable)
 
-    def _sent(self, shape: tuple[int, ...], keys: tuple[PlaceKey, ...], step: PatternStep) -> tuple[float, float]:
+    def _sent(self, shape: tuple[int, ...], step: PatternStep) -> tuple[float, float]:
         total = float(math.prod(shape))
         before, after = (
             total / math.prod(self._sizes[axis] for _, axes in cuts for axis in axes) for cuts in (step.before, step.after)

@@ -285,7 +285,9 @@ class _Builder:
         """The adapters along one value."""
         inside = [reader for reader in readers if reader.node is not None]
         fixed = union(want for reader in readers if reader.node is None for want in reader.wants)
-        kind = ValueType(value.dtype, value.requires_grad, self._value_forwards(value, inside), self.request.microbatches)
+        forwards = self._value_forwards(value, inside)
+        is_weight = value.kind is ValueKind.PARAMETER
+        kind = ValueType(value.dtype, value.requires_grad, forwards, self.request.microbatches, is_weight)
         own = [reader for reader in inside if reader.node == maker.node]
         if value.name in self.shared_names and len(set(maker.gives.tolist())) == 1:
             self._share(value, kind, maker, inside, fixed)

@@ -73,12 +73,15 @@ class Reduction:
             axes[value.name] = (*layout.grad_partial, *((STAGES,) if elsewhere else ()))
             axes[value.name] += (UNITS,) if config.num_units > pieces else ()
             held = mesh if pieces > 1 else Mesh(tuple(item for item in mesh.axes if item[0] != ZERO))
-            places = tuple(unit * config.plan_ngpus + rank for unit in range(pieces) for rank in on)
+            places, *others = (
+                tuple(unit * config.plan_ngpus + rank for unit in range(pieces) for rank in ranks_of_one)
+                for ranks_of_one in (on, *elsewhere)
+            )
             seconds[value.name] = sum(
                 reduction_s(
                     layout, value.dtype, held, places, hardware, num_units=config.num_units // pieces,
                     unit_size=config.plan_ngpus * pieces,
-                    bucket_bytes=bucket_bytes, collective=collective, elsewhere=elsewhere,
+                    bucket_bytes=bucket_bytes, collective=collective, elsewhere=others,
                 )
                 for collective in _collectives(config)
             )  # fmt: skip

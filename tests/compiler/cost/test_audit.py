@@ -141,6 +141,14 @@ def test_zero_moves_more_and_updates_less() -> None:
     assert optimizers[1] == pytest.approx(optimizers[0] / 4) and optimizers[2] < 0.4 * optimizers[0]
 
 
+def test_parameters_in_pieces_that_stages_share() -> None:
+    """The tied table lies on the ranks of two stages, in two units each: of these only the stages sum its gradient."""
+    cost = cost_of("pp", 2, 4, use_zero=3)
+    assert set(cost.ranks[0].comm_s) == {"stages+units gradients", "zero all_gather", "zero reduce_scatter"}
+    whole = cost_of("pp", 2, 4)
+    assert cost.ranks[0].comm_s["stages+units gradients"] < whole.ranks[0].comm_s["stages+units gradients"]
+
+
 def test_faster_hardware_is_faster() -> None:
     for policy, plan in (("tp", 2), ("pp", 2)):
         base = cost_of(policy, plan).step_s

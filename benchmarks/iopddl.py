@@ -36,6 +36,9 @@ MAX_ENTRIES = 400_000
 NUM_WINDOWS = 40
 """Where rows are added: one for each of so many spans of time in which the limit is exceeded."""
 
+FIRST_SHARE = 0.6
+"""Of the time left: what is spent before rows are added, and before the same rows are tried again from the best choice."""
+
 IMPOSSIBLE = 1e17
 
 
@@ -110,7 +113,7 @@ def run(instance: Instance, deadline: float) -> tuple[float, float, str]:
     while True:
         problem = Problem(instance.problem.node_costs, instance.problem.edges, instance.rows(chosen))
         left = deadline - time.monotonic()
-        found = solve(problem, time_limit_s=left if whole else max(left / 2, min(left, 10.0)), start=start)
+        found = solve(problem, time_limit_s=left if whole else left * FIRST_SHARE, start=start)
         if isinstance(found, Infeasible):
             return best, math.inf if found.proven else bound, found.reason
         if found.bound > bound:
@@ -120,9 +123,9 @@ def run(instance: Instance, deadline: float) -> tuple[float, float, str]:
         over = [moment for moment in moments if used[moment] > instance.limit]
         if not over:
             best = min(best, evaluate(problem, start))
-        if whole or not over or deadline - time.monotonic() < 2.0:
-            return best, bound, proof if whole or found.gap or over else found.proof
-        chosen = sorted({*chosen, *_peaks(instance, used, over)})
+        if whole or best == found.bound or deadline - time.monotonic() < left * 0.1:
+            return best, bound, proof
+        chosen = sorted({*chosen, *_peaks(instance, used, over)}) if over else chosen
 
 
 def _peaks(instance: Instance, used: np.ndarray, moments: list[int]) -> list[int]:

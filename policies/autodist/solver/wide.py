@@ -51,6 +51,9 @@ MIN_STEP = 1e-4
 
 def search_wide(network: Network, problem: Problem, progress: Progress) -> None:
     """Bound and choices for a network that elimination cannot take apart."""
+    parts = (*network.costs.values(), *network.edges.values())
+    least = {key: float(part.min()) for key, part in {id(part): part for part in parts}.items()}
+    progress.raise_bound(network.constant + math.fsum(least[id(part)] for part in parts), "the least of every cost alone")
     reduced = Reduced(network)
     failure = reduced.simplify(problem)
     if failure is not None:

@@ -21,6 +21,7 @@ from shardwright.policies.autodist.problem import Pricing, formulate
 from shardwright.policies.autodist.request import PlacementRequest
 from shardwright.policies.autodist.solver.problem import Infeasible, Problem, Solution
 from shardwright.policies.autodist.solver.solve import solve
+from shardwright.policies.autodist.strategies import MAX_MIXED
 from shardwright.runtime.layout import Layout
 
 MAX_CORRECTIONS = 6
@@ -33,16 +34,20 @@ CORRECTION = 0.99
 @dataclass(frozen=True)
 class Space:
     """What was searched: choices of operators and stores, the assignments they stand for, and the values whose copies were
-    restricted to fewer sets of layouts than their readers could want.
+    restricted to fewer sets of layouts than their readers could want. ``mixed``: the most strategies that one operator mixes,
+    where that is fewer than there are axes.
     """
 
     num_operators: int
     num_choices: int
     num_assignments: int
     restricted: tuple[str, ...]
+    mixed: int | None = None
 
     def __str__(self) -> str:
         text = f"{self.num_assignments} assignments of {self.num_operators} operators ({self.num_choices} that differ)"
+        if self.mixed is not None:
+            text += f"; at most {self.mixed} strategies of an operator at once"
         return f"{text}; copies of {len(self.restricted)} values restricted" if self.restricted else text
 
 
@@ -124,7 +129,7 @@ def _placement(request: PlacementRequest, formulation: Formulation, solution: So
         cost_s,
         min(cost_s, solution.bound - formulation.slack),
         solution.proof,
-        _space(formulation),
+        _space(request, formulation),
         None,
         request,
         formulation,
@@ -182,7 +187,7 @@ def in_words(assignment: Assignment) -> str:
     return " ".join(f"{axis}={strategy}" for axis, strategy in assignment.items()) or "R"
 
 
-def _space(formulation: Formulation) -> Space:
+def _space(request: PlacementRequest, formulation: Formulation) -> Space:
     operators = [node for node in formulation.nodes if isinstance(node, OpNode)]
     num_choices = sum(
         len(cost)
@@ -190,4 +195,5 @@ def _space(formulation: Formulation) -> Space:
         if isinstance(node, OpNode | StoreNode)
     )
     num_assignments = sum(node.menu.num_assignments for node in operators)
-    return Space(len(operators), num_choices, num_assignments, formulation.restricted)
+    mixed = MAX_MIXED if len(request.mesh.axes) > MAX_MIXED else None
+    return Space(len(operators), num_choices, num_assignments, formulation.restricted, mixed)

@@ -56,7 +56,7 @@ from shardwright.policies.autodist.formulation import (
 from shardwright.policies.autodist.request import PlacementRequest
 from shardwright.policies.autodist.shared import shared_values
 from shardwright.policies.autodist.solver.problem import Problem, Row
-from shardwright.policies.autodist.strategies import Allowed, LayoutTable, Menu, Menus, Seconds, used
+from shardwright.policies.autodist.strategies import Allowed, LayoutTable, Menu, Menus, Seconds, too_mixed, used
 from shardwright.runtime.layout import Layout
 
 
@@ -257,7 +257,7 @@ class _Builder:
             words = [(letter, letter) for letter in letters]
             words += [("S", f"split:{name}") for name in dict.fromkeys(ref.factor for dim in refs for ref in dim)]
             placed = itertools.product(words, repeat=len(self.request.mesh.names))
-            own = {self.pricing.menus.tensor(value, refs, op.rule, combination) for combination in placed}
+            own = {self.pricing.menus.tensor(value, refs, op.rule, each) for each in placed if not too_mixed(each)}
             wanted = {layout for reader in readers for wants in reader.wants for layout in wants}
             found = self.pricing.candidates[key] = used(own | {w for w in wanted if not table[w].partial})
         return found

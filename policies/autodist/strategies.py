@@ -28,6 +28,16 @@ Ids = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
 
 
+MAX_MIXED = 2
+"""On meshes of more axes than this, an operator or a stored parameter follows at most so many different strategies at once, all
+plans of coarser meshes among them: those of 2 x 2 x 2 have all that 4 x 2 and 2 x 4 have."""
+
+
+def too_mixed(combination: Sequence[object]) -> bool:
+    """Whether a combination of one strategy per axis is left out of the space."""
+    return len(combination) > MAX_MIXED and len(set(combination)) > MAX_MIXED
+
+
 @dataclass
 class LayoutTable:
     """Layouts in canonical form by number, in the order they were met."""
@@ -97,6 +107,8 @@ class Menus:
         best: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, int, Assignment, OpTime]] = {}
         count = 0
         for combination in itertools.product(*per_axis):
+            if not only and too_mixed(combination):
+                continue
             assignment = {axis: s for axis, s in zip(mesh.names, combination, strict=True) if s != "R"}
             if not allowed(rule, assignment, mesh):
                 continue

@@ -191,6 +191,7 @@ def test_never_worse_than_a_policy(name: str, policy: str, bytes_per_s: float) -
 
 
 CASES = [("mlp", "2x2"), ("llama", "4"), ("unet", "2")]
+THREE_AXES = [("mlp", "2x2x2"), ("gpt2", "2x2x2")]
 MORE = [
     case
     for case in itertools.product(
@@ -200,7 +201,9 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "mesh"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)])
+@pytest.mark.parametrize(
+    ("name", "mesh"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in [*MORE, *THREE_AXES])]
+)
 def test_loss_and_gradients_are_those_of_one_device(name: str, mesh: str, tmp_path: Path) -> None:
     entry = zoo.get(name)
     module, inputs = entry.build(), entry.inputs()

@@ -67,6 +67,7 @@ MODULE_ATTRIBUTES = frozenset(dir(nn.Module)) | {
     "trained_parameters",
     "training",
     "update_buffer",
+    "use_order",
     "weights",
     "zero",
 }

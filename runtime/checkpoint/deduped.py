@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,11 @@ from shardwright.runtime.checkpoint.optimizer_state import (
     NamedState,
     StateDict,
     group_names,
-    is_like_parameter,
     listed,
     load_named_state,
 )
-from shardwright.runtime.checkpoint.regions import Region
+from shardwright.runtime.checkpoint.regions import Region, copy_shared
+from shardwright.runtime.checkpoint.state_place import PARAM_SHARDS, StatePlace, num_shared, state_places
 from shardwright.runtime.checkpoint.values import decode, encode
 from shardwright.runtime.communicator import Communicator
 from shardwright.runtime.errors import CheckpointError
@@ -52,15 +52,20 @@ def deduped_state_dict(module: nn.Module, optimizer: Optimizer | None = None) ->
             state[key] = value
     if optimizer is None:
         return state, None
-    names = {name for holding in holdings.tensors if holding.is_owned for name in holding.names}
-    full = optimizer.state_dict()
-    numbers = {
-        number
-        for group, group_name in zip(full["param_groups"], group_names(optimizer, holdings), strict=True)
-        for number, name in zip(group["params"], group_name, strict=True)
-        if name in names
-    }
-    return state, {**full, "state": {number: value for number, value in full["state"].items() if number in numbers}}
+    full, places = optimizer.state_dict(), state_places(optimizer, holdings)
+    numbers: set[int] = set()
+    groups = []
+    for group, names in zip(full["param_groups"], group_names(optimizer, holdings), strict=True):
+        numbers.update(number for number, name in zip(group["params"], names, strict=True) if places[name].is_owned)
+        if PARAM_SHARDS in group:
+            kept = [
+                bounds if bounds is None or places[name].is_owned else [0, 0]
+                for name, bounds in zip(names, group[PARAM_SHARDS], strict=True)
+            ]
+            group = {**group, PARAM_SHARDS: kept}
+        groups.append(group)
+    own = {number: value for number, value in full["state"].items() if number in numbers}
+    return state, {**full, "state": own, "param_groups": groups}
 
 
 def load_deduped_state_dict(
@@ -71,7 +76,8 @@ def load_deduped_state_dict(
     *,
     device: str | torch.device | None = None,
 ) -> None:
-    """Load what :func:`deduped_state_dict` gave this rank, under the same plan. Collective: ranks send what others lack.
+    """Load what :func:`deduped_state_dict` gave this rank, under the same plan and options of ZeRO. Collective: ranks send
+    what others lack.
 
     ``device``: where the module moves first (default: it stays where it is).
 
@@ -101,7 +107,7 @@ def load_deduped_state_dict(
     for part in holdings.compiled.values():
         part.refresh_copies()
     if optimizer is not None and named is not None:
-        load_named_state(optimizer, holdings, _share_state(world, holdings, pieces, named))
+        load_named_state(optimizer, holdings, _share_state(world, optimizer, holdings, named))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,41 +145,113 @@ def _share_out(world: World, holdings: Holdings, mine: Mapping[str, Tensor]) -> 
     return pieces
 
 
-def _share_state(world: World, holdings: Holdings, pieces: list[_SharedPiece], named: NamedState) -> NamedState:
-    """The optimizer state of all pieces this rank holds."""
-    offered: dict[str, dict[str, Any]] = {}
+def _share_state(world: World, optimizer: Optimizer, holdings: Holdings, named: NamedState) -> NamedState:
+    """The optimizer's state of everything this rank updates: who has a part of it gives it to those that lack it.
+
+    Parts may overlap only partly: of a parameter that lies in copies, ranks with other neighbours in a bucket split the state
+    elsewhere than the ranks that keep it.
+    """
+    copies = {holding.name for holding in holdings.tensors if holding.is_copy}
+    updated = set(named.names)
+    places = {
+        name: place
+        for name, place in state_places(optimizer, holdings).items()
+        if not place.is_empty and name not in copies and name in updated
+    }
     with together(world):
-        for holding in holdings.tensors:
-            for key, value in named.state.get(holding.name, {}).items():
-                offered.setdefault(holding.name, {})[key] = _describe(holding, key, value)
-    described: dict[str, dict[str, Any]] = {}
-    for table in world.all_gather_object(offered):
-        for name, keys in table.items():
-            for key, description in keys.items():
-                described.setdefault(name, {}).setdefault(key, description)
+        offered = {
+            name: {key: _describe(place, key, value) for key, value in named.state[name].items()}
+            for name, place in places.items()
+            if named.state.get(name)
+        }
+    mine = {name: ([region.to_json() for region in place.regions], offered.get(name)) for name, place in places.items()}
+    parts = _state_parts(world.all_gather_object(mine))
+    # Groups are made by all ranks, members or not, in one order.
+    groups = {ranks: world.group(ranks, GROUP) for ranks in sorted({part.ranks for part in parts}) if len(ranks) > 1}
     state: dict[str, dict[str, Any]] = {}
-    for piece in pieces:
-        holding = piece.holding
-        for key, description in described.get(holding.name, {}).items():
-            if "value" in description:
-                value = decode(description["value"])
-            else:
-                shape = holding.region.shape if description["shape"] is None else tuple(description["shape"])
-                given = named.state.get(holding.name, {}).get(key) if piece.is_source else None
-                if given is None:
-                    given = torch.zeros(shape, dtype=decode(description["dtype"]), device=holding.tensor.device)
-                value = given.to(holding.tensor.device, copy=True)
-                if piece.communicator is not None and value.numel():
-                    value = piece.communicator.broadcast(value, piece.source)
-            state.setdefault(holding.name, {})[key] = value
+    for part in parts:
+        if world.rank in part.ranks:
+            given = named.state[part.name] if part.source == world.rank else {}
+            _receive(state.setdefault(part.name, {}), given, part, places[part.name], groups.get(part.ranks))
     return NamedState(named.groups, state)
 
 
-def _describe(holding: Holding, key: str, value: Any) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _StatePart:
+    """The state of a parameter that rank ``source`` has for ``regions``. ``ranks``: who needs some of it, and itself."""
+
+    name: str
+    regions: tuple[Region, ...]
+    source: int
+    ranks: tuple[int, ...]
+    described: Mapping[str, Any]
+
+
+def _state_parts(tables: Sequence[Mapping[str, tuple[Any, Mapping[str, Any] | None]]]) -> list[_StatePart]:
+    """Who gives what to whom, in one order on all ranks. ``tables``: by rank, then by name, regions and what is there.
+
+    Raises :class:`CheckpointError` if a rank would not get all it needs.
+    """
+    needed: dict[str, dict[int, tuple[Region, ...]]] = {}
+    sources: dict[str, dict[tuple[Region, ...], int]] = {}
+    for rank, table in enumerate(tables):
+        for name, (regions, described) in table.items():
+            needed.setdefault(name, {})[rank] = found = tuple(map(Region.from_json, regions))
+            if described is not None:
+                sources.setdefault(name, {}).setdefault(found, rank)
+    parts, missing = [], []
+    for name, by_regions in sources.items():
+        got = dict.fromkeys(needed[name], 0)
+        for regions, source in by_regions.items():
+            shared = {rank: num_shared(theirs, regions) for rank, theirs in needed[name].items()}
+            ranks = tuple(rank for rank, number in shared.items() if number or needed[name][rank] == regions)
+            got = {rank: number + shared[rank] for rank, number in got.items()}
+            parts.append(_StatePart(name, regions, source, ranks, tables[source][name][1] or {}))
+        lacking = [r for r, number in got.items() if number < sum(region.num_elements for region in needed[name][r])]
+        missing += [f"that of {name!r} on ranks {lacking}"] if lacking else []
+    if missing:
+        hint = "load on all ranks what each of them saved"
+        raise CheckpointError("no rank was given some state of the optimizer", why=listed(missing), hint=hint)
+    return parts
+
+
+def _receive(
+    state: dict[str, Any],
+    given: Mapping[str, Any],
+    part: _StatePart,
+    place: StatePlace,
+    communicator: Communicator | None,
+) -> None:
+    """Put a part into this rank's state of the parameter. Collective over ``part.ranks``. ``given``: what the source has."""
+    source = part.ranks.index(part.source)
+    for key, description in part.described.items():
+        if "value" in description:
+            state[key] = decode(description["value"])
+            continue
+        like, dtype = description["shape"] is None, decode(description["dtype"])
+        if like:
+            flat = torch.empty(sum(region.num_elements for region in part.regions), dtype=dtype, device=place.device)
+        else:
+            flat = torch.empty(tuple(description["shape"]), dtype=dtype, device=place.device)
+        if key in given:
+            flat.copy_(given[key].reshape(flat.shape))
+        if communicator is not None and flat.numel():
+            flat = communicator.broadcast(flat, source)
+        if not like:
+            state[key] = flat
+            continue
+        target = state.setdefault(key, place.new(dtype))
+        pieces = torch.split_with_sizes(flat, [region.num_elements for region in part.regions])
+        for piece, region in zip(pieces, part.regions, strict=True):
+            for view, own in place.views(target):
+                copy_shared(view, own, piece.view(region.shape), region)
+
+
+def _describe(place: StatePlace, key: str, value: Any) -> dict[str, Any]:
     """What another rank must know to receive a value of the optimizer's state, as JSON."""
-    like = is_like_parameter(holding.name, key, value, holding.region.shape, holding.is_cut)
+    like = place.is_like_parameter(key, value)
     if like is None:
-        return {"value": encode(value, f"the optimizer state {key!r} of {holding.name!r}")}
+        return {"value": encode(value, f"the optimizer state {key!r} of {place.name!r}")}
     return {"dtype": encode(value.dtype, key), "shape": None if like else list(value.shape)}
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwright.runtime.checkpoint.agreement import together
@@ -14,11 +14,19 @@ from shardwright.runtime.checkpoint.contents import Contents, check_complete, ch
 from shardwright.runtime.checkpoint.folders import find_folder
 from shardwright.runtime.checkpoint.holdings import Holding, Holdings
 from shardwright.runtime.checkpoint.index import INDEX_FILE, Index, OptimizerRecord, TensorRecord
-from shardwright.runtime.checkpoint.optimizer_state import NamedState, group_names, listed, load_named_state
+from shardwright.runtime.checkpoint.optimizer_state import (
+    NamedState,
+    group_names,
+    listed,
+    load_named_state,
+    read_lacking_masters,
+)
 from shardwright.runtime.checkpoint.save import finish_pending
+from shardwright.runtime.checkpoint.state_place import StatePlace, state_places
 from shardwright.runtime.checkpoint.values import decode
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.world import World, current_world
+from shardwright.runtime.zero.state import MASTER
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +71,15 @@ def load_checkpoint(
         with together(world):
             check_files(folder, index, sorted(index.files)[world.rank :: world.size])
     with together(world), Contents(folder, index) as contents:
+        named = None
         if optimizer is not None and index.optimizer is not None:
             # First, as it may still be refused.
-            load_named_state(optimizer, holdings, _read_state(contents, index.optimizer, optimizer, holdings))
+            named = _read_state(contents, index.optimizer, optimizer, holdings)
+            load_named_state(optimizer, holdings, named)
         for holding, record in found:
             contents.fill(holding.tensor, holding.region, record)
+        if optimizer is not None and named is not None:
+            read_lacking_masters(optimizer, holdings, named)
         holdings.load_random_states(index.random)
         holdings.load_extra_states({key: decode(value) for key, value in index.extra_states.items()})
         if scheduler is not None:
@@ -136,16 +148,16 @@ def _read_state(contents: Contents, record: OptimizerRecord, optimizer: Optimize
     mine = {name for group in names for name in group}
     by_name = _by_own_name(record, contents.index, holdings)
     state: dict[str, dict[str, Any]] = {}
-    for holding in holdings.tensors:
-        if holding.name in mine:
-            saved = by_name.get(holding.name)
-            if saved is not None and record.keys(saved):
-                values = {key: decode(value) for key, value in record.values.get(saved, {}).items()}
-                tensors = {
-                    key: contents.read(tensor, holding.region if tensor.like_parameter else None, holding.tensor.device)
-                    for key, tensor in record.tensors.get(saved, {}).items()
-                }
-                state[holding.name] = {**values, **tensors}
+    for name, place in state_places(optimizer, holdings).items():
+        saved = by_name.get(name)
+        if name in mine and saved is not None and record.keys(saved) and not place.is_empty:
+            values = {key: decode(value) for key, value in record.values.get(saved, {}).items()}
+            tensors = {
+                key: _read_part(contents, tensor, place)
+                for key, tensor in record.tensors.get(saved, {}).items()
+                if key != MASTER or place.has_master
+            }
+            state[name] = {**values, **tensors}
     back = {saved: own for own, saved in by_name.items()}
     # Parameters of other ranks, in a pipeline, are nothing that this rank could miss.
     groups = tuple(
@@ -153,6 +165,16 @@ def _read_state(contents: Contents, record: OptimizerRecord, optimizer: Optimize
         for group, options in record.groups
     )
     return NamedState(groups, state)
+
+
+def _read_part(contents: Contents, record: TensorRecord, place: StatePlace) -> Tensor:
+    """The part that this rank has of a tensor of the optimizer's state."""
+    if not record.like_parameter:
+        return contents.read(record, device=place.device)
+    mine = place.new(record.dtype)
+    for view, region in place.views(mine):
+        contents.fill(view, region, record)
+    return mine
 
 
 def _by_own_name(record: OptimizerRecord, index: Index, holdings: Holdings) -> dict[str, str]:

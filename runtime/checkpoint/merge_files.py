@@ -177,4 +177,4 @@ def _whole_optimizer(contents: Contents, record: OptimizerRecord) -> StateDict:
             tensors = {key: contents.read(tensor) for key, tensor in record.tensors.get(name, {}).items()}
             state[name] = {**values, **tensors}
     groups = tuple((names, {key: decode(value) for key, value in options.items()}) for names, options in record.groups)
-    return NamedState(groups, state).to_state_dict(contents.index.tensors)
+    return NamedState(groups, state).to_whole_state_dict(contents.index.tensors)

@@ -12,19 +12,20 @@ from torch.optim import Optimizer
 
 from shardwright.runtime.checkpoint.holdings import EXTRA_STATE, Holding, Holdings
 from shardwright.runtime.checkpoint.optimizer_state import (
+    MASTERS,
     PARAM_NAMES,
     NamedState,
     StateDict,
     group_names,
-    is_like_parameter,
     listed,
     load_named_state,
-    sharded_state_error,
 )
 from shardwright.runtime.checkpoint.ordering import ordered_groups, reordered, united, united_groups
 from shardwright.runtime.checkpoint.regions import Region, copy_shared
+from shardwright.runtime.checkpoint.state_place import PARAM_SHARDS, StatePlace, state_places
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.zero.state import MASTER
 
 RANDOM = "shardwright.random"
 """Where the metadata of a merged state dict keeps seed, step and microbatch of the compiled modules."""
@@ -35,10 +36,11 @@ def merge_state_dicts(
 ) -> tuple[StateDict, StateDict | None]:
     """One state dict for the original module, and one for its optimizer, of those of all ranks.
 
-    The ranks' own state dicts or deduped ones (see :func:`deduped_state_dict`), those of the first unit or of all. Where
-    units differ, in statistics of batch norm, the first unit's are taken. Tied parameters stay one tensor under all names.
-    The optimizer's state is numbered in the order of the original ``parameters()``; its groups are those that
-    ``build_optimizer`` made. Tensors are new, on the CPU.
+    The ranks' own state dicts or deduped ones (see :func:`deduped_state_dict`), those of the first unit or of all; under ZeRO
+    those of all. Where units differ, in statistics of batch norm, the first unit's are taken. Tied parameters stay one tensor
+    under all names. The optimizer's state is numbered in the order of the original ``parameters()``; its groups are those that
+    ``build_optimizer`` made. Masters lie beside it under ``"masters"``, by number: other optimizers do not look there. Tensors
+    are new, on the CPU.
 
     Raises :class:`CheckpointError` if pieces are missing, or if state of an optimizer cannot be merged.
     """
@@ -56,8 +58,6 @@ def merge_state_dicts(
     module_state = _merge_modules([ranks[index] for index in order])
     if optimizer_state_dicts is None:
         return module_state, None
-    if any("param_shards" in group for state in optimizer_state_dicts for group in state["param_groups"]):
-        raise sharded_state_error()
     pairs = [(ranks[index], optimizer_state_dicts[index]) for index in order]
     return module_state, _merge_optimizers(pairs, tuple(module_state))
 
@@ -87,7 +87,7 @@ def load_merged_state_dicts(
     holdings.load_extra_states(module_state_dict)
     holdings.load_random_states(getattr(module_state_dict, "_metadata", {}).get(RANDOM, {}))
     if optimizer is not None and named is not None:
-        load_named_state(optimizer, holdings, _cut_state(named, holdings))
+        load_named_state(optimizer, holdings, _cut_state(named, state_places(optimizer, holdings)))
 
 
 load_merged_state_dict = load_merged_state_dicts
@@ -132,6 +132,21 @@ class _RankState:
         """The shape of the whole and the region of this rank's piece; a tensor of an ordinary module is whole."""
         return self._places.get(name, (local_shape, Region.whole(local_shape)))
 
+    def state_place(self, name: str, shapes: Mapping[str, tuple[int, ...]], bounds: tuple[int, int] | None) -> StatePlace:
+        """Where the state of a parameter lies. ``shapes``: of what compiled modules do not know. ``bounds``: under ZeRO, which
+        elements of the flattened piece are the rank's.
+        """
+        if name not in self._places and name not in shapes:
+            raise CheckpointError(
+                f"the optimizer has state of {name!r}, which is in no state dict of the module",
+                hint="pass the state dicts of module and optimizer of all ranks",
+            )
+        return StatePlace.saved(name, *self.place(name, shapes.get(name, ())), bounds)
+
+    def has_copy(self, name: str) -> bool:
+        """Whether other ranks train this parameter."""
+        return name in self._copies
+
 
 class _Assembly:
     """Whole tensors in the making, by name."""
@@ -139,10 +154,13 @@ class _Assembly:
     def __init__(self) -> None:
         self.wholes: dict[str, Tensor] = {}
         self._seen: dict[str, set[Region]] = {}
-        self._filled: dict[str, int] = {}
+        self._filled: dict[str, Tensor] = {}
 
     def add(self, name: str, value: Tensor, shape: tuple[int, ...], region: Region) -> None:
-        """Copy a piece into its place, unless it is a copy of one that was added before."""
+        """Copy a piece into its place, unless it is a copy of one that was added before.
+
+        Pieces may overlap: of parameters that lie in copies, ranks with other neighbours in a bucket split the state elsewhere.
+        """
         if tuple(value.shape) != region.shape:
             raise CheckpointError(
                 f"{name!r} has another shape than its layout says",
@@ -153,16 +171,23 @@ class _Assembly:
             return
         seen.add(region)
         whole = self.wholes.setdefault(name, torch.empty(shape, dtype=value.dtype))
-        self._filled[name] = self._filled.get(name, 0) + copy_shared(whole, Region.whole(shape), value, region)
+        copy_shared(whole, Region.whole(shape), value, region)
+        self.cover(name, shape, (region,))
 
-    def finish(self) -> None:
+    def cover(self, name: str, shape: tuple[int, ...], regions: Iterable[Region]) -> None:
+        """Take note that these elements are there, of a tensor that must be there as a whole."""
+        filled = self._filled.setdefault(name, torch.zeros(shape, dtype=torch.bool))
+        for region in regions:
+            copy_shared(filled, Region.whole(shape), torch.ones((), dtype=torch.bool).expand(region.shape), region)
+
+    def finish(self, hint: str) -> None:
         """Raise :class:`CheckpointError` if pieces are missing."""
-        missing = [name for name, whole in self.wholes.items() if self._filled[name] != whole.numel()]
+        missing = [(name, filled) for name, filled in self._filled.items() if not filled.all()]
         if missing:
             raise CheckpointError(
                 "the state dicts do not cover the whole model",
-                why=listed([f"{self._filled[name]} of {self.wholes[name].numel()} elements of {name!r}" for name in missing]),
-                hint="pass the state dicts of all ranks of a unit",
+                why=listed([f"{filled.sum()} of {filled.numel()} elements of {name!r}" for name, filled in missing]),
+                hint=hint,
             )
 
 
@@ -194,7 +219,7 @@ def _merge_modules(ranks: Sequence[_RankState]) -> StateDict:
             assembly.add(name, value, shape, region)
         others = {**rank.others(), **others}
         names = united(names, tuple(name for name in rank.state if not is_plan(name, rank.state[name])))
-    assembly.finish()
+    assembly.finish("pass the state dicts of all ranks of a unit")
     for order in ranks[0].orders:
         names = tuple(reordered(names, order))
     result: StateDict = OrderedDict()
@@ -211,30 +236,32 @@ def _merge_optimizers(ranks: Sequence[tuple[_RankState, Mapping[str, Any]]], ord
     assembly = _Assembly()
     state: dict[str, dict[str, Any]] = {}
     merged: NamedState | None = None
+    # Deduped state dicts have the parameters of ordinary modules on one rank, and their state on any.
+    shapes = {name: tuple(value.shape) for rank, _ in ranks for name, value in rank.state.items() if isinstance(value, Tensor)}
     for rank, state_dict in ranks:
-        named = NamedState.of(state_dict, _saved_names(state_dict))
+        names, bounds = _saved_names(state_dict), _saved_bounds(state_dict)
+        named = NamedState.of(state_dict, names)
         merged = named if merged is None else _with_names(merged, named)
+        # A parameter without state may have none anywhere, or lie on a rank that was left out.
+        for name in bounds:
+            place = rank.state_place(name, shapes, bounds[name])
+            assembly.cover(name, place.shape, place.regions)
         for name, entries in named.state.items():
-            whole_shape, region = rank.place(name, _shape_of(rank.state, name, entries))
+            place = rank.state_place(name, shapes, bounds.get(name))
+            if place.is_empty or rank.has_copy(name):
+                continue
             for key, value in entries.items():
-                like = is_like_parameter(name, key, value, region.shape, region != Region.whole(whole_shape))
-                if like:
-                    assembly.add(f"{name}/{key}", value, whole_shape, region)
+                if place.is_like_parameter(key, value):
+                    for view, region in place.views(value):
+                        assembly.add(f"{name}/{key}", view, place.shape, region)
                     value = assembly.wholes[f"{name}/{key}"]
                 elif isinstance(value, Tensor):
                     value = value.detach().to("cpu", copy=True)
                 state.setdefault(name, {}).setdefault(key, value)
-    assembly.finish()
+    assembly.finish("pass the state dicts of all ranks; under ZeRO the units have different parts of the state")
     assert merged is not None
     first = NamedState.of(ranks[0][1], _saved_names(ranks[0][1])).groups
-    return NamedState(ordered_groups(merged.groups, first, order), state).to_state_dict(order)
-
-
-def _shape_of(state: Mapping[str, Any], name: str, entries: Mapping[str, Any]) -> tuple[int, ...]:
-    """The shape of an ordinary parameter; a deduped state dict may lack it where the optimizer's has its state."""
-    if name in state:
-        return tuple(state[name].shape)
-    return max((tuple(value.shape) for value in entries.values() if isinstance(value, Tensor)), key=len, default=())
+    return NamedState(ordered_groups(merged.groups, first, order), state).to_whole_state_dict(order)
 
 
 def _saved_names(state_dict: Mapping[str, Any]) -> list[list[str]]:
@@ -246,6 +273,16 @@ def _saved_names(state_dict: Mapping[str, Any]) -> list[list[str]]:
             hint="make the optimizer with shardwright.build_optimizer",
         )
     return [group[PARAM_NAMES] for group in groups]
+
+
+def _saved_bounds(state_dict: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Under ZeRO, by name, which elements of the flattened piece of a parameter are the rank's."""
+    return {
+        name: (bounds[0], bounds[1])
+        for group in state_dict["param_groups"]
+        for name, bounds in zip(group[PARAM_NAMES], group.get(PARAM_SHARDS, ()), strict=False)
+        if bounds is not None
+    }
 
 
 def _with_names(merged: NamedState, named: NamedState) -> NamedState:
@@ -288,26 +325,30 @@ def _named_by_number(optimizer: Optimizer, holdings: Holdings, state_dict: Mappi
     names = [[by_number[number] for number in group["params"]] for group in state_dict["param_groups"]]
     named = NamedState.of(state_dict, names)
     groups = tuple((tuple(name for name in group if name in mine), options) for group, options in named.groups)
-    return NamedState(groups, {name: entries for name, entries in named.state.items() if name in mine})
+    state = {name: dict(entries) for name, entries in named.state.items() if name in mine}
+    for number, master in state_dict.get(MASTERS, {}).items():
+        if by_number[number] in mine:
+            state.setdefault(by_number[number], {})[MASTER] = master
+    return NamedState(groups, state)
 
 
-def _cut_state(named: NamedState, holdings: Holdings) -> NamedState:
-    """The pieces that belong to this rank's parameters, of state whose tensors are whole. All are copies: optimizers count
-    steps in place, and ranks that are threads may share the whole.
+def _cut_state(named: NamedState, places: Mapping[str, StatePlace]) -> NamedState:
+    """The parts that this rank has, of state whose tensors are whole. All are copies: optimizers count steps in place, and
+    ranks that are threads may share the whole.
     """
-    by_name = {holding.name: holding for holding in holdings.tensors}
     return NamedState(
         named.groups,
         {
-            name: {key: _cut(value, by_name[name]) if isinstance(value, Tensor) else value for key, value in entries.items()}
+            name: {key: _cut(value, places[name]) if isinstance(value, Tensor) else value for key, value in entries.items()}
             for name, entries in named.state.items()
         },
     )
 
 
-def _cut(whole: Tensor, holding: Holding) -> Tensor:
-    if tuple(whole.shape) != holding.shape:
+def _cut(whole: Tensor, place: StatePlace) -> Tensor:
+    if tuple(whole.shape) != place.shape:
         return whole.clone()
-    piece = torch.empty(holding.region.shape, dtype=whole.dtype, device=holding.tensor.device)
-    copy_shared(piece, holding.region, whole, Region.whole(holding.shape))
-    return piece
+    mine = place.new(whole.dtype)
+    for view, region in place.views(mine):
+        copy_shared(view, region, whole, Region.whole(place.shape))
+    return mine

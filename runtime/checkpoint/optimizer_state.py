@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwright.runtime.checkpoint.holdings import Holdings
 from shardwright.runtime.checkpoint.ordering import Groups
+from shardwright.runtime.checkpoint.state_place import PARAM_SHARDS, shards_of, state_places
 from shardwright.runtime.errors import CheckpointError
+from shardwright.runtime.zero.state import MASTER
 
 StateDict = dict[str, Any]
 
@@ -20,6 +21,11 @@ GroupNames = Sequence[Sequence[str]]
 
 PARAM_NAMES = "param_names"
 """Where torch keeps the names of a group's parameters, in groups that have them."""
+
+MASTERS = "masters"
+"""Where the state dict for the original optimizer keeps masters, by number: beside its state, as it would load them as such."""
+
+_NO_OPTIONS = frozenset({"params", PARAM_NAMES, PARAM_SHARDS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,7 @@ class NamedState:
         by_number: dict[Any, str] = {}
         for group, group_names in zip(state_dict["param_groups"], names, strict=True):
             by_number.update(zip(group["params"], group_names, strict=True))
-            groups.append((tuple(group_names), {k: v for k, v in group.items() if k not in ("params", PARAM_NAMES)}))
+            groups.append((tuple(group_names), {k: v for k, v in group.items() if k not in _NO_OPTIONS}))
         foreign = [key for key in state_dict["state"] if key not in by_number]
         if foreign:
             raise CheckpointError(
@@ -59,6 +65,13 @@ class NamedState:
         state = {numbers[name]: dict(self.state[name]) for name in numbers if name in self.state}
         groups = [{**options, "params": [numbers[name] for name in names]} for names, options in self.groups]
         return {"state": state, "param_groups": groups}
+
+    def to_whole_state_dict(self, order: Iterable[str]) -> StateDict:
+        """The same for the original optimizer, which has no masters: if there are any they lie apart, as :data:`MASTERS`."""
+        state_dict = self.to_state_dict(order)
+        masters = {number: entries.pop(MASTER) for number, entries in state_dict["state"].items() if MASTER in entries}
+        state_dict["state"] = {n: entries for n, entries in state_dict["state"].items() if entries or n not in masters}
+        return {**state_dict, MASTERS: masters} if masters else state_dict
 
     def regrouped(self, names: GroupNames) -> NamedState:
         """With the groups of another optimizer of the same parameters.
@@ -91,11 +104,10 @@ class NamedState:
 def group_names(optimizer: Optimizer, holdings: Holdings) -> list[tuple[str, ...]]:
     """The names of an optimizer's parameters, by group.
 
-    Raises :class:`CheckpointError` if one is not a parameter of the module, or if its state is split over ranks.
+    Raises :class:`CheckpointError` if one is not a parameter of the module.
     """
-    if getattr(optimizer, "shards", ()):
-        raise sharded_state_error()
     names = {id(holding.tensor): holding.name for holding in holdings.tensors}
+    names |= {id(shard.tensor): names[id(shard.parameter)] for shard in shards_of(optimizer) if id(shard.parameter) in names}
     groups = []
     for group in optimizer.param_groups:
         foreign = [p for p in group["params"] if id(p) not in names]
@@ -115,43 +127,34 @@ def named_state(optimizer: Optimizer, holdings: Holdings) -> NamedState:
 
 
 def load_named_state(optimizer: Optimizer, holdings: Holdings, state: NamedState) -> None:
-    """Give ``optimizer`` the state, in which tensors are this rank's pieces. They become the optimizer's own."""
-    names = group_names(optimizer, holdings)
-    copies = {holding.name for holding in holdings.tensors if holding.is_copy}
-    regrouped = NamedState(state.groups, {name: kept for name, kept in state.state.items() if name not in copies}).regrouped(
-        names
-    )
-    optimizer.load_state_dict(regrouped.to_state_dict(name for group in names for name in group))
+    """Give ``optimizer`` the state, in which tensors are this rank's pieces. They become the optimizer's own.
 
-
-def sharded_state_error() -> CheckpointError:
-    """What is raised for the state of a distributed optimizer."""
-    return CheckpointError(
-        "the state of a distributed optimizer cannot be saved, merged or moved yet",
-        why="with use_zero each rank has the state of pieces of the parameters, and checkpoints know whole ones only",
-        hint="save optimizer.state_dict() of every rank for the same ranks, or train without use_zero",
-    )
-
-
-def is_like_parameter(name: str, key: str, value: Any, piece_shape: tuple[int, ...], is_cut: bool) -> bool | None:
-    """How a value of a parameter's state lies: ``True`` if it is a tensor with an element for each of the parameter's,
-    ``False`` if it is a tensor that is whole on every rank, ``None`` for what is no tensor or a single number.
-
-    Raises :class:`CheckpointError` for a tensor of another shape beside a piece: how it would be cut is unknown.
+    Masters that ``state`` lacks are the parameters as they are then. Those that ``optimizer`` has no place for are left out.
     """
-    if not isinstance(value, Tensor):
-        return None
-    if tuple(value.shape) == piece_shape:
-        return True
-    if value.numel() == 1:
-        return None
-    if is_cut:
-        raise CheckpointError(
-            f"the optimizer state {key!r} of {name!r} cannot be saved",
-            why=f"it has shape {list(value.shape)}, and this rank holds a piece {list(piece_shape)} of the parameter",
-            hint="state of a parameter that is split over ranks must have the shape of the piece, or be a single number",
-        )
-    return False
+    names, places = group_names(optimizer, holdings), state_places(optimizer, holdings)
+    copies = {holding.name for holding in holdings.tensors if holding.is_copy}
+    empty = {name for name, place in places.items() if place.is_empty}
+    kept = {
+        name: {key: value for key, value in entries.items() if key != MASTER or places[name].has_master}
+        for name, entries in state.state.items()
+        if name not in copies | empty
+    }
+    # Some optimizers make their state when they are made, and miss it later even for nothing at all.
+    kept |= {name: dict(entries) for name, entries in named_state(optimizer, holdings).state.items() if name in empty}
+    regrouped = NamedState(state.groups, {name: entries for name, entries in kept.items() if entries}).regrouped(names)
+    state_dict = regrouped.to_state_dict(name for group in names for name in group)
+    for group, own in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
+        if PARAM_SHARDS in own:
+            group[PARAM_SHARDS] = own[PARAM_SHARDS]
+    optimizer.load_state_dict(state_dict)
+
+
+def read_lacking_masters(optimizer: Optimizer, holdings: Holdings, state: NamedState) -> None:
+    """Masters that ``state`` lacks are the parameters as they are now."""
+    names = {id(holding.tensor): holding.name for holding in holdings.tensors}
+    for shard in shards_of(optimizer):
+        if not shard.is_view and MASTER not in state.state.get(names[id(shard.parameter)], {}):
+            shard.read()
 
 
 def listed(problems: Sequence[str], limit: int = 20) -> str:

@@ -50,6 +50,16 @@ class Region:
     def num_elements(self) -> int:
         return math.prod(self.shape)
 
+    def parts(self, start: int, stop: int) -> tuple[Region, ...]:
+        """The elements ``start`` to ``stop`` of the flattened piece, as regions whose elements follow each other there.
+
+        Rows 1 to 3 of a piece 4 x 6 are one region; elements 4 to 15 of it are three, as row 0 and row 2 are not whole.
+        """
+        if start >= stop:
+            return ()
+        boxes = _boxes(self.shape, start, stop)
+        return tuple(Region(tuple(map(_within, self.runs, box))) for box in boxes)
+
     def to_json(self) -> list[list[list[int]]]:
         return [[list(run) for run in runs] for runs in self.runs]
 
@@ -86,6 +96,36 @@ def copy_shared(target: Tensor, target_region: Region, source: Tensor, source_re
             else:
                 into.copy_(out_of)
     return math.prod(sum(length for _, _, length in parts) for parts in fragments)
+
+
+def _boxes(shape: Sequence[int], start: int, stop: int) -> list[tuple[tuple[int, int], ...]]:
+    """At least one element, ``start`` to ``stop``, of a flattened tensor: blocks of ``(start, stop)`` per dim, in order."""
+    if not shape:
+        return [()]
+    inner = math.prod(shape[1:])
+    (first, head), (last, tail) = divmod(start, inner), divmod(stop, inner)
+    if first == last:
+        return [((first, first + 1), *box) for box in _boxes(shape[1:], head, tail)]
+    boxes: list[tuple[tuple[int, int], ...]] = []
+    if head:
+        boxes += [((first, first + 1), *box) for box in _boxes(shape[1:], head, inner)]
+        first += 1
+    if first < last:
+        boxes.append(((first, last), *((0, size) for size in shape[1:])))
+    if tail:
+        boxes += [((last, last + 1), *box) for box in _boxes(shape[1:], 0, tail)]
+    return boxes
+
+
+def _within(runs: Runs, bounds: tuple[int, int]) -> Runs:
+    """What positions ``bounds`` of a piece along one dim are of the whole."""
+    kept, offset = [], 0
+    for start, stop in runs:
+        low, high = max(bounds[0], offset), min(bounds[1], offset + stop - start)
+        if low < high:
+            kept.append((start + low - offset, start + high - offset))
+        offset += stop - start
+    return tuple(kept)
 
 
 def _fragments(target: Region, source: Region) -> list[list[Fragment]]:

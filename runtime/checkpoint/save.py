@@ -24,9 +24,10 @@ from shardwright.runtime.checkpoint.agreement import together
 from shardwright.runtime.checkpoint.folders import make_current, make_folder, prune, sync_folder
 from shardwright.runtime.checkpoint.holdings import Holding, Holdings
 from shardwright.runtime.checkpoint.index import INDEX_FILE, Index, OptimizerRecord, PieceRecord, TensorRecord, state_key
-from shardwright.runtime.checkpoint.optimizer_state import is_like_parameter, named_state
+from shardwright.runtime.checkpoint.optimizer_state import named_state
 from shardwright.runtime.checkpoint.ordering import ordered_groups, reordered
 from shardwright.runtime.checkpoint.regions import Region
+from shardwright.runtime.checkpoint.state_place import StatePlace, state_places
 from shardwright.runtime.checkpoint.tensor_files import TensorSource, check_dtype, write_tensors
 from shardwright.runtime.checkpoint.values import encode
 from shardwright.runtime.errors import CheckpointError, ConfigError
@@ -276,17 +277,24 @@ def _optimizer_record(optimizer: Optimizer, holdings: Holdings, piece_of: AddPie
     )
     tensors: dict[str, dict[str, TensorRecord]] = {}
     values: dict[str, dict[str, Any]] = {}
-    for holding in holdings.tensors:
-        for key, value in named.state.get(holding.name, {}).items() if holding.is_owned else ():
-            like = is_like_parameter(holding.name, key, value, holding.region.shape, holding.is_cut)
-            full_key = state_key(holding.name, key)
-            if like is None:
-                values.setdefault(holding.name, {})[key] = encode(value, f"the optimizer state {full_key!r}")
+    for name, place in state_places(optimizer, holdings).items():
+        for key, value in named.state.get(name, {}).items() if place.is_owned else ():
+            if place.is_like_parameter(key, value) is None:
+                values.setdefault(name, {})[key] = encode(value, f"the optimizer state {state_key(name, key)!r}")
             else:
-                shape, region = (holding.shape, holding.region) if like else (value.shape, Region.whole(value.shape))
-                record = TensorRecord(tuple(shape), value.dtype, piece_of(full_key, value, region), like_parameter=like)
-                tensors.setdefault(holding.name, {})[key] = record
+                tensors.setdefault(name, {})[key] = _state_record(place, key, value, piece_of)
     return OptimizerRecord(type(optimizer).__name__, groups, tensors, values)
+
+
+def _state_record(place: StatePlace, key: str, value: Tensor, piece_of: AddPiece) -> TensorRecord:
+    full_key = state_key(place.name, key)
+    if not place.is_like_parameter(key, value):
+        shape = tuple(value.shape)
+        return TensorRecord(shape, value.dtype, piece_of(full_key, value, Region.whole(shape)), like_parameter=False)
+    pieces: tuple[PieceRecord, ...] = ()
+    for number, (view, region) in enumerate(place.views(value)):
+        pieces += piece_of(full_key if len(place.regions) == 1 else f"{full_key}/{number}", view, region)
+    return TensorRecord(place.shape, value.dtype, pieces)
 
 
 def _source(value: Tensor) -> TensorSource:

@@ -13,7 +13,7 @@ from shardwright.runtime.zero.shards import ParameterShard
 if TYPE_CHECKING:
     from shardwright.runtime.optimizer import ParallelOptimizer
 
-MASTER = "master"
+MASTER = "shardwright.master"
 """The key of a parameter's master beside the optimizer's own state of it."""
 
 StateDict = dict[str, Any]

@@ -37,6 +37,16 @@ def two_layouts(draw):
     return draw(placed(sizes)), draw(placed(sizes))
 
 
+@st.composite
+def placed_with_range(draw):
+    """Also a rank, and which elements of its flattened piece."""
+    mesh, layout = draw(placed(draw(SIZES)))
+    rank = draw(st.integers(0, mesh.size - 1))
+    size = Region.of(layout, mesh, mesh.coords(rank)).num_elements
+    start, stop = sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size))))
+    return mesh, layout, rank, start, stop
+
+
 @given(two_layouts())
 @settings(max_examples=150, deadline=None)
 def test_pieces_of_one_layout_become_those_of_another(case):
@@ -89,3 +99,21 @@ def test_scalars_and_empty_tensors():
     target = torch.zeros(())
     assert copy_shared(target, Region(()), torch.tensor(3.0), Region(())) == 1 and target == 3
     assert copy_shared(torch.zeros(0, 2), Region.whole((0, 2)), torch.zeros(0, 2), Region.whole((0, 2))) == 0
+
+
+@given(placed_with_range())
+@settings(max_examples=100, deadline=None)
+def test_parts_follow_each_other_in_the_flattened_piece(case):
+    mesh, layout, coords, start, stop = case
+    whole = torch.arange(torch.Size(layout.shape).numel()).view(layout.shape)
+    region = Region.of(layout, mesh, mesh.coords(coords))
+    piece = torch.empty(region.shape, dtype=torch.int64)
+    copy_shared(piece, region, whole, Region.whole(layout.shape))
+    found = []
+    for part in region.parts(start, stop):
+        assert part.num_elements and part.shape != (0,)
+        values = torch.empty(part.shape, dtype=torch.int64)
+        copy_shared(values, part, whole, Region.whole(layout.shape))
+        found.append(values.reshape(-1))
+    assert torch.equal(torch.cat([torch.empty(0, dtype=torch.int64), *found]), piece.reshape(-1)[start:stop])
+    assert len(found) <= max(1, 2 * piece.ndim - 1)

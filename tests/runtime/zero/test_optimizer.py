@@ -7,9 +7,6 @@ from mlp_training import ADAMW, Mixed, adamw
 from spawn import run_processes
 from zero_training import OPTIMIZERS, Muonlike, process_job, state_elements
 
-from shardwright.runtime.checkpoint.deduped import deduped_state_dict
-from shardwright.runtime.checkpoint.merged import merge_state_dicts
-from shardwright.runtime.checkpoint.save import save_checkpoint
 from shardwright.runtime.errors import CheckpointError, ConfigError, UsageError
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.optimizer import ParallelOptimizer, build_optimizer
@@ -541,21 +538,3 @@ def test_optimizers_that_look_at_all_parameters_together(files):
         "  why:   its update of a parameter depends on the gradients of all others\n"
         "  try:   leave out use_zero, or use an optimizer that treats each parameter by itself"
     )
-
-
-def test_checkpoints_that_move_do_not_know_such_state(files, tmp_path):
-    def on_rank(rank):
-        module = load_class(files)()
-        optimizer = build_optimizer(module, adamw, config_of())
-        texts = [text_of(lambda: deduped_state_dict(module, optimizer), CheckpointError)]
-        texts.append(text_of(lambda: save_checkpoint(tmp_path / "saved", module, optimizer), CheckpointError))
-        states = [module.state_dict()], [optimizer.state_dict()]
-        return [*texts, text_of(lambda: merge_state_dicts(*states), CheckpointError)]
-
-    for text in run_ranks(2, on_rank)[0]:
-        assert text == (
-            "the state of a distributed optimizer cannot be saved, merged or moved yet\n"
-            "  why:   with use_zero each rank has the state of pieces of the parameters, and checkpoints know whole ones only\n"
-            "  try:   save optimizer.state_dict() of every rank for the same ranks, or train without use_zero"
-        )
-

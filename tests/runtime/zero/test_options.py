@@ -13,6 +13,7 @@ from shardwright.runtime.optimizer import build_optimizer
 from shardwright.runtime.threads import run_ranks
 from shardwright.runtime.world import count_communication
 from shardwright.runtime.zero.settings import ReductionSettings
+from shardwright.runtime.zero.state import MASTER
 
 FLAGS = ("overlap_grad_sync", "overlap_param_sync", "contiguous_param_buffer", "contiguous_grad_buffer")
 TABLES = [dict(zip(FLAGS, values, strict=True)) for values in itertools.product((False, True), repeat=4)]
@@ -220,7 +221,7 @@ def test_masters_are_part_of_the_state():
         model(low_batch(0, step)).square().sum().backward()
         optimizer.step()
     state = optimizer.state_dict()
-    assert [set(values) for values in state["state"].values()] == [{"master"}] * 4
+    assert [set(values) for values in state["state"].values()] == [{MASTER}] * 4
 
     again = low_model()
     again.load_state_dict(model.state_dict())
@@ -239,7 +240,7 @@ def test_masters_are_part_of_the_state():
             assert torch.equal(mine.tensor, theirs.tensor), order
 
     for values in state["state"].values():
-        del values["master"]
+        del values[MASTER]
     other.load_state_dict(state)
     for shard in other.shards:
         assert torch.equal(shard.tensor, shard.parameter.float().view(-1)), "without masters the parameters are as they are"

@@ -11,15 +11,19 @@ import planning
 import plans
 import pytest
 import torch
+import transformers
 import zoo
 from planning import audited_s, mesh_of, request, zoo_graph
 from torch import Tensor, nn
 
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.hardware import load_hardware
+from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.verify_program import verify_program
+from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.trace.api import trace
 from shardwright.policies.autodist.constraints import Constraints
 from shardwright.policies.autodist.formulation import Formulation, OpNode, StoreNode
 from shardwright.policies.autodist.placement import Placement, alternatives, place, plan_of
@@ -185,6 +189,43 @@ def test_never_worse_than_a_policy(name: str, policy: str, bytes_per_s: float) -
     wanted = request(zoo_graph(name), Mesh(((axis, 4),)), planning.slow_machine(4, bytes_per_s=bytes_per_s))
     plan = find_policy(policy).apply(wanted.graph, wanted.config).plan
     assert placed(wanted).cost_s <= audited_s(wanted.graph, plan, wanted) * (1 + 1e-12)
+
+
+def wide_llama() -> PlannableGraph:
+    """Two layers as wide as those of an 8B model, on meta."""
+    config = transformers.LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=2,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).bfloat16()
+    ids = torch.zeros(8, 2048, dtype=torch.long)
+    return plans.annotated(trace(model, {"input_ids": ids, "labels": ids, "use_cache": False}))
+
+
+def on_the_residual_stream(op: IROp) -> bool:
+    inside = ("self_attn", "mlp", "rotary")
+    return op.target in ("add", "mul", "pow", "mean", "rsqrt", "to") and not any(word in op.module_path for word in inside)
+
+
+@pytest.mark.slow
+def test_never_worse_than_megatron_at_width() -> None:
+    graph = wide_llama()
+    wanted = request(graph, Mesh((("tp", 8),)), load_hardware("a100-80gb", 8))
+    found = placed(wanted)
+    by_hand = [graph.builder(mesh={"tp": 8}) for _ in range(2)]
+    for builder in by_hand:
+        for dim in ("kv_heads", "ffn", "vocab"):
+            builder.split(dim, "tp")
+    megatron, sequence_parallel = by_hand[0].plan(), by_hand[1].split("seq", "tp", where=on_the_residual_stream).plan()
+    policy = find_policy("tp").apply(graph, wanted.config).plan
+    for plan in (megatron, sequence_parallel, policy):
+        assert found.cost_s <= audited_s(graph, plan, wanted)
+    assert found.gap < 0.01
 
 
 # --------------------------------------------------------------------------------------------------------- parity

@@ -56,9 +56,7 @@ class ProcessGroupTransport:
         # takes about half the time, and sums in rank order.
         size = result.numel()
         rows = x.new_empty(len(sizes), size)
-        work = dist.all_to_all_single(
-            rows.view(-1), x, [size] * len(sizes), sizes, group=self.process_group, async_op=True
-        )
+        work = dist.all_to_all_single(rows.view(-1), x, [size] * len(sizes), sizes, group=self.process_group, async_op=True)
         return _AddingRows(work, rows, x, result)
 
     def start_all_gather_(self, x: Tensor, sizes: list[int]) -> Work:

@@ -80,9 +80,7 @@ def _lay(members: Sequence[GradientSum], group: ZeroGroup, owners: Mapping[str, 
     return _Laid(members, group, owned_sizes(sizes, [owners[item.name] for item in members], group.inside.size))
 
 
-def _shards(
-    laid: _Laid, settings: ReductionSettings, leaders: Mapping[str, set[int]], *, flat: bool
-) -> list[ParameterShard]:
+def _shards(laid: _Laid, settings: ReductionSettings, leaders: Mapping[str, set[int]], *, flat: bool) -> list[ParameterShard]:
     group, shards = laid.group, []
     for item, ranges in zip(laid.members, pieces(laid.sizes, laid.slice_sizes), strict=True):
         start, stop = ranges[group.inside.index]

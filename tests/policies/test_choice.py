@@ -179,8 +179,8 @@ def test_data_needs_a_batch() -> None:
 
 
 def test_more_ranks_than_kv_heads() -> None:
-    """The query heads of each kv head are split; keys and values, small, are computed by every rank, and nothing of them travels:
-    two all-reduces each way, as Megatron's, and one for the embedding.
+    """The query heads of each kv head are split; keys and values, small, are computed by every rank, and nothing of them
+    travels: two all-reduces each way, as Megatron's, and one for the embedding.
     """
     sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 2}
     with torch.device("meta"):

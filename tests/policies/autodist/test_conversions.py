@@ -1,0 +1,48 @@
+"""Conversions priced by pattern cost what their adapters cost, step by step."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from planning import mesh_of, slow_machine
+
+from shardwright.compiler.plan.conversion import canonical
+from shardwright.policies.autodist.conversions import Conversions, ValueType
+from shardwright.policies.autodist.strategies import LayoutTable
+from shardwright.runtime.layout import Atom, Layout, Mesh
+
+SHAPES = [[(8,), (6,)], [(4, 3), (7,), (2, 8)], [(1,), (12,)], [(5,), (4, 4)]]
+
+
+def random_layout(shape: list[tuple[int, ...]], mesh: Mesh, rng: random.Random) -> Layout:
+    atoms = [[Atom((size,)) for size in dim] for dim in shape]
+    partial, grad_partial = [], []
+    for axis in mesh.names:
+        kind = rng.choice("RPGSSS")
+        if kind == "S":
+            dim = rng.randrange(len(atoms))
+            place = rng.randrange(len(atoms[dim]))
+            atoms[dim][place] = Atom(atoms[dim][place].segments, (*atoms[dim][place].axes, axis))
+        elif kind in "PG":
+            (partial if kind == "P" else grad_partial).append(axis)
+    return canonical(Layout(tuple(map(tuple, atoms)), tuple(partial), tuple(grad_partial)), mesh)
+
+
+@pytest.mark.parametrize("mesh", ["2x2", "3x2", "4x3", "2x2x2"])
+@pytest.mark.parametrize("is_weight", [False, True])
+def test_patterns_cost_what_the_steps_cost(mesh: str, is_weight: bool) -> None:
+    rng = random.Random(mesh)
+    on = mesh_of(mesh)
+    table = LayoutTable()
+    conversions = Conversions(on, tuple(range(on.size)), slow_machine(on.size), table)
+    kind = ValueType(torch.float32, differentiable=True, is_weight=is_weight)
+    for shape in SHAPES:
+        layouts = [table.id(random_layout(shape, on, rng)) for _ in range(12)]
+        for source in layouts:
+            for goal in layouts:
+                if source != goal:
+                    assert conversions._priced(kind, source, goal) == pytest.approx(
+                        conversions._converted(kind, source, goal), rel=1e-12, abs=0
+                    )

@@ -17,12 +17,14 @@ from precision import float64_casts
 from torch import Tensor, nn
 
 import shardwright
+import shardwright.runtime.checkpoint.save  # noqa: F401  (not later: under float64_casts its table of dtypes would be wrong)
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.optimizer import build_optimizer
 from shardwright.runtime.threads import run_ranks
 
 Plan = tuple[str, int, int]
-"""Policy, ranks of the plan, ranks in all. ``"tp+zero3"``: policy ``tp``, parameters in pieces over the units."""
+"""Policy, ranks of the plan, ranks in all. ``"tp+zero1"``: policy ``tp``, optimizer state split; ``"tp+zero3"``: parameters in
+pieces over the units."""
 
 ADAMW = {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.1}
 
@@ -45,8 +47,8 @@ def compiled(name: str, policy: str, plan_ngpus: int, units: int = 1) -> Path:
     folder = tempfile.TemporaryDirectory()
     _folders.append(folder)
     config = {"plan_ngpus": plan_ngpus, "runtime_ngpus": plan_ngpus * units, "outputs": "loss", "grad_reduction": "mean"}
-    policy, zero3 = policy.removesuffix("+zero3"), policy.endswith("+zero3")
-    config["use_zero"] = 3 if zero3 else 0
+    policy, _, stage = policy.partition("+zero")
+    config["use_zero"] = int(stage or 0)
     with warnings.catch_warnings(), float64_casts():
         warnings.simplefilter("ignore")
         model, inputs = copy.deepcopy(model_of(name)), zoo.get(name).inputs()

@@ -16,6 +16,7 @@ from shardwright.runtime.checkpoint import save as saving
 from shardwright.runtime.checkpoint.folders import complete_folders
 from shardwright.runtime.checkpoint.index import Index
 from shardwright.runtime.errors import CheckpointError
+from shardwright.runtime.optimizer import build_optimizer
 from shardwright.runtime.threads import run_ranks
 
 
@@ -26,9 +27,11 @@ class Net(nn.Module):
         self.bias = nn.Parameter(torch.full((3,), float(value)))
 
 
-def save(directory, value, **options):
+def save(directory, value, zero=0, **options):
+    """``zero``: the stage, for two ranks that share the optimizer's state."""
     net = Net(value)
-    optimizer = torch.optim.Adam(net.parameters())
+    config = {"plan_ngpus": 1, "runtime_ngpus": 2, "grad_reduction": "mean", "use_zero": zero}
+    optimizer = build_optimizer(net, torch.optim.Adam, config) if zero else torch.optim.Adam(net.parameters())
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)  # autograd does not survive a fork
     optimizer.step()
@@ -47,7 +50,7 @@ TOUCHING = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rm
 """What Python reports of a process that changes or reads a file system."""
 
 
-def killed_at(directory: Path, number: int, num_ranks: int, asynchronous: bool) -> bool:
+def killed_at(directory: Path, number: int, num_ranks: int, asynchronous: bool, zero: int) -> bool:
     """Save in a process that is killed when it touches ``directory`` for the ``number``-th time. Whether it was."""
     child = os.fork()
     if child == 0:
@@ -63,7 +66,7 @@ def killed_at(directory: Path, number: int, num_ranks: int, asynchronous: bool) 
 
         sys.addaudithook(kill)
         try:
-            run_ranks(num_ranks, lambda rank: save(directory, 3, keep=1, async_save=asynchronous).wait())
+            run_ranks(num_ranks, lambda rank: save(directory, 3, zero, keep=1, async_save=asynchronous).wait())
             os._exit(0)
         finally:
             os._exit(1)
@@ -76,15 +79,18 @@ def killed_at(directory: Path, number: int, num_ranks: int, asynchronous: bool) 
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-@pytest.mark.parametrize(("num_ranks", "asynchronous"), [(1, False), (2, False), (2, True)])
-def test_killed_at_any_moment(tmp_path, num_ranks, asynchronous):
+@pytest.mark.parametrize(
+    ("num_ranks", "asynchronous", "zero"),
+    [(1, False, 0), (2, False, 0), (2, True, 0), pytest.param(2, False, 1, marks=pytest.mark.slow), (2, True, 2)],
+)
+def test_killed_at_any_moment(tmp_path, num_ranks, asynchronous, zero):
     """Every call that touches the directory is tried: while files are written, made current, and older ones deleted."""
     outcomes = []
     for number in range(1, 200):
         directory = tmp_path / str(number)
         save(directory, 1, keep=None)
         save(directory, 2, keep=None)
-        was_killed = killed_at(directory, number, num_ranks, asynchronous)
+        was_killed = killed_at(directory, number, num_ranks, asynchronous, zero)
         outcomes.append(current_step(directory))
         assert outcomes[-1] in (2, 3)
         for folder in complete_folders(directory):  # also older ones: one that is half deleted does not look complete

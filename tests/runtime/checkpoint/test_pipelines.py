@@ -21,9 +21,11 @@ TIED = [make_pipe("gpipe", 4, 3), make_pipe("zb_v", 2, 3, 2), make_pipe("1f1b_in
 CUT = [make_pipe("1f1b", 4, 3, tp=(2, 1, 2, 1)), make_pipe("gpipe", 4, 3, tp=(1, 2, 1, 3))]
 
 
-def built(files):
+def built(files, zero=None):
+    """``zero``: the options of ZeRO, for two units."""
     module = load_class(files)()
-    return module, build_optimizer(module, adamw)
+    config = None if zero is None else {"plan_ngpus": module.mesh.size, "runtime_ngpus": 2 * module.mesh.size, **zero}
+    return module, build_optimizer(module, adamw, config)
 
 
 def train(pipe, module, optimizer, steps):
@@ -40,10 +42,33 @@ def on(pipe, fn, num_units=1):
 @pytest.mark.parametrize("pipe", [*TIED, *CUT], ids=lambda pipe: f"{pipe.ranks}")
 @pytest.mark.parametrize("num_units", [1, 2])
 def test_saved_by_a_pipeline(tmp_path, pipe, num_units):
+    check_saved(tmp_path, pipe, num_units)
+
+
+ZERO = [
+    {"use_zero": 1, "reducer_bucket_cap_mb": 1e-6},
+    {"use_zero": 2, "zero_ngroups": 2},
+    {"distributed_optimizer": {"overlap_param_sync": True, "bucket_cap_mb": 1e-4}},
+]
+
+
+@pytest.mark.parametrize(("pipe", "zero"), zip([*TIED[:2], CUT[0]], [ZERO[0], ZERO[2], ZERO[0]], strict=True), ids=str)
+def test_saved_by_a_pipeline_with_split_state(tmp_path, pipe, zero):
+    check_saved(tmp_path, pipe, 2, zero)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipe", [*TIED, *CUT], ids=str)
+@pytest.mark.parametrize("zero", ZERO, ids=str)
+def test_saved_by_more_pipelines_with_split_state(tmp_path, pipe, zero):
+    check_saved(tmp_path, pipe, 2, zero)
+
+
+def check_saved(tmp_path, pipe, num_units, zero=None):
     files = write(tmp_path / "files", pipe)
 
     def save():
-        module, optimizer = built(files)
+        module, optimizer = built(files, zero)
         train(pipe, module, optimizer, range(2))
         shardwright.save_checkpoint(tmp_path / "run", module, optimizer, step=2)
         states = copy.deepcopy(

@@ -14,6 +14,7 @@ from precision import float64_casts
 import shardwright
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.loader import load_class
+from shardwright.runtime.manifest import Manifest
 from shardwright.runtime.threads import run_ranks
 
 MESHES = [{"a": 1}, {"a": 2}, {"a": 3}, {"a": 2, "b": 2}, {"a": 2, "b": 3}]
@@ -34,7 +35,16 @@ def compiled(name, rng, directory):
     return directory, mesh.size * rng.choice([1, 1, 2])
 
 
-def check_round_trip(name, seed, tmp_path):
+def options(directory, num_ranks, zero):
+    """What ``build_optimizer`` is told of a plan, with a number of ZeRO groups that suits it."""
+    plan_ngpus = Manifest.read(directory).mesh.size
+    config = {"plan_ngpus": plan_ngpus, "runtime_ngpus": num_ranks, **zero}
+    if num_ranks == plan_ngpus:
+        config.pop("zero_ngroups", None)
+    return config
+
+
+def check_round_trip(name, seed, tmp_path, zero=({}, {})):
     rng = random.Random(f"{name} {seed}")
     source, num_ranks = compiled(name, rng, tmp_path / "from")
     target, num_targets = compiled(name, rng, tmp_path / "to")
@@ -48,14 +58,14 @@ def check_round_trip(name, seed, tmp_path):
 
     def save(rank):
         module = load_class(source)()
-        optimizer = shardwright.build_optimizer(module, c.adamw)
+        optimizer = shardwright.build_optimizer(module, c.adamw, options(source, num_ranks, zero[0]))
         shardwright.load_merged_state_dicts(module, expected[0], optimizer, expected[1])
         shardwright.save_checkpoint(tmp_path / "run", module, optimizer)
         return shardwright.deduped_state_dict(module, optimizer)
 
     def load(rank):
         module = load_class(target)(init_params=False)
-        optimizer = shardwright.build_optimizer(module, c.adamw)
+        optimizer = shardwright.build_optimizer(module, c.adamw, options(target, num_targets, zero[1]))
         shardwright.load_checkpoint(tmp_path / "run", module, optimizer)
         return module.state_dict(), optimizer.state_dict()
 
@@ -80,6 +90,28 @@ def quiet():
 @pytest.mark.parametrize("seed", range(15))
 def test_round_trip(seed, tmp_path):
     check_round_trip(MODELS[seed % len(MODELS)], seed, tmp_path)
+
+
+def random_zero(rng):
+    found = {"use_zero": rng.choice([0, 1, 1, 2]), "reducer_bucket_cap_mb": rng.choice([1e-6, 1e-3, 25.0])}
+    return {**found, "zero_ngroups": rng.choice([1, 2])} if found["use_zero"] else found
+
+
+def check_round_trip_with_zero(name, seed, tmp_path):
+    rng = random.Random(f"zero {name} {seed}")
+    check_round_trip(name, seed, tmp_path, (random_zero(rng), random_zero(rng)))
+
+
+@pytest.mark.parametrize("seed", range(200, 206))
+def test_round_trip_with_split_state(seed, tmp_path):
+    check_round_trip_with_zero(MODELS[seed % len(MODELS)], seed, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama-tied", "llama-frozen", "bert", "t5", "resnet", "dit-uneven"])
+def test_round_trip_of_more_models_with_split_state(name, tmp_path):
+    for seed in range(300, 306):
+        check_round_trip_with_zero(name, seed, tmp_path / str(seed))
 
 
 @pytest.mark.slow

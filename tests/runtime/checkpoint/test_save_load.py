@@ -25,6 +25,15 @@ GPT2_TOUR = [("dp", 1, 4), ("tp", 2, 4), ("data", 4, 4), ("tp", 4, 4), ("dp", 1,
 RESNET_TOUR = [("data", 2, 2), ("dp", 1, 1), ("data", 3, 3)]
 ZERO_TOUR = [("dp+zero3", 1, 2), ("tp", 2, 2), ("tp+zero3", 2, 4), ("data+zero3", 2, 4), ("dp", 1, 1), ("dp+zero3", 1, 3)]
 """Into pieces over units, and out of them again."""
+STAGES_TOUR = [
+    ("dp+zero1", 1, 4),
+    ("tp+zero2", 2, 4),
+    ("dp+zero3", 1, 2),
+    ("data+zero1", 2, 2),
+    ("tp", 2, 2),
+    ("dp+zero2", 1, 3),
+]
+"""All stages of ZeRO."""
 
 
 def saved(name, plan, directory, *, steps=2, more=2, **options):
@@ -56,7 +65,13 @@ def resumed(name, plan, directory, *, steps=2, more=2, **options):
 
 @pytest.mark.parametrize(
     ("name", "plan"),
-    [("gpt2", ("tp", 2, 4)), ("gpt2-uneven", ("tp", 4, 4)), ("resnet", ("data", 2, 2)), ("gpt2", ("tp+zero3", 2, 4))],
+    [
+        ("gpt2", ("tp", 2, 4)),
+        ("gpt2-uneven", ("tp", 4, 4)),
+        ("resnet", ("data", 2, 2)),
+        ("gpt2", ("tp+zero3", 2, 4)),
+        ("gpt2", ("tp+zero2", 2, 4)),
+    ],
 )
 def test_resume_is_exact_under_the_same_plan(tmp_path, name, plan):
     expected = saved(name, plan, tmp_path)
@@ -68,7 +83,10 @@ def test_resume_is_exact_under_the_same_plan(tmp_path, name, plan):
         c.assert_same(optimizer, other_optimizer)
 
 
-@pytest.mark.parametrize(("name", "tour"), [("gpt2", GPT2_TOUR), ("resnet-uneven", RESNET_TOUR), ("gpt2-uneven", ZERO_TOUR)])
+@pytest.mark.parametrize(
+    ("name", "tour"),
+    [("gpt2", GPT2_TOUR), ("resnet-uneven", RESNET_TOUR), ("gpt2-uneven", ZERO_TOUR), ("gpt2-uneven", STAGES_TOUR)],
+)
 def test_a_tour_of_plans_ends_where_one_device_does(tmp_path, name, tour):
     reference = c.original(name)
     with float64_casts():

@@ -77,7 +77,7 @@ def load_checkpoint(
             named = _read_state(contents, index.optimizer, optimizer, holdings)
             load_named_state(optimizer, holdings, named)
         for holding, record in found:
-            contents.fill(holding.tensor, holding.region, record)
+            contents.fill(holding.tensor, holding.region, _exact(index, record, holding))
         if optimizer is not None and named is not None:
             read_lacking_masters(optimizer, holdings, named)
         holdings.load_random_states(index.random)
@@ -117,6 +117,14 @@ def _match(folder: Path, index: Index, holdings: Holdings) -> list[tuple[Holding
     if problems:
         raise CheckpointError(f"{folder} does not fit {holdings.class_name}", why=listed(problems))
     return found
+
+
+def _exact(index: Index, record: TensorRecord, holding: Holding) -> TensorRecord:
+    """What to read a parameter from: its master, if it is of another dtype here than the rounded one that was saved."""
+    if index.optimizer is None or holding.tensor.dtype == record.dtype:
+        return record
+    name = next(name for name, other in index.tensors.items() if other is record)
+    return index.optimizer.tensors.get(name, {}).get(MASTER, record)
 
 
 def _check_left_over(world: World, folder: Path, index: Index, holdings: Holdings) -> None:

@@ -17,7 +17,7 @@ from precision import float64_casts
 from torch import Tensor, nn
 
 import shardwright
-import shardwright.runtime.checkpoint.save  # noqa: F401  (not later: under float64_casts its table of dtypes would be wrong)
+import shardwright.runtime.checkpoint.save  # (not later: under float64_casts its table of dtypes would be wrong)
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.optimizer import build_optimizer
 from shardwright.runtime.threads import run_ranks

@@ -309,6 +309,10 @@ def test_masters(tmp_path):
     c.assert_same(merged[1]["masters"], whole.optimizer["masters"])
     torch.optim.AdamW(low_model().parameters()).load_state_dict(whole.optimizer)
 
+    wide = low_model().float()
+    shardwright.load_checkpoint(tmp_path / "low", wide)
+    c.assert_same(wide.state_dict(), masters)
+
     def load(index, how, num_ranks=2):
         model, optimizer = low_trainer(num_ranks, masters=True)
         if how == "merged":

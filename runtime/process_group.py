@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,11 +22,30 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
+_holders: weakref.WeakSet[ProcessGroupTransport | ProcessMessages] = weakref.WeakSet()
+
+
+@atexit.register
+def _let_go() -> None:
+    """Drop the groups before the interpreter ends, so that one that the user has destroyed joins its threads now.
+
+    A thread of gloo that frees a tensor later, while Python is being taken down, waits for the interpreter and is ended in the
+    middle of C++ code, which aborts the process ("terminate called without an active exception").
+    """
+    for holder in tuple(_holders):
+        holder.let_go()
+
+
 class ProcessGroupTransport:
     """See :class:`~shardwright.runtime.communicator.Transport`."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.process_group = process_group
+        _holders.add(self)
+
+    def let_go(self) -> None:
+        """Drop the process group; nothing can be sent after that."""
+        del self.process_group
 
     def all_reduce_(self, x: Tensor, op: ReduceOp) -> None:
         dist.all_reduce(x, _REDUCE_OPS[op], group=self.process_group)
@@ -124,6 +145,11 @@ class ProcessMessages:
     def __init__(self, rank: int, groups: Mapping[tuple[int, int], dist.ProcessGroup]) -> None:
         self._rank = rank
         self._groups = groups
+        _holders.add(self)
+
+    def let_go(self) -> None:
+        """Drop the process groups; nothing can be sent after that."""
+        self._groups = {}
 
     def start_send(self, x: Tensor, dst: int, number: int, what: str) -> Sending:
         try:

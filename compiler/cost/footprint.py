@@ -181,7 +181,8 @@ class Footprints:
 
     def _assumed(self, instruction: Instruction, forms: Sequence[TensorForm], trains: bool) -> Forward:
         """Of an instruction that does not run without numbers: results of their own, and everything is kept."""
-        assert not isinstance(instruction, Adapt)
+        if isinstance(instruction, Adapt):
+            return self._adapted(instruction, forms[0], trains)
         results = tuple(
             TensorForm(shape, _contiguous(shape), value.dtype, value.requires_grad and trains)
             for value, layout in zip(instruction.op.results, instruction.layouts, strict=True)
@@ -191,6 +192,14 @@ class Footprints:
         storages = tuple(range(len(forms), len(forms) + len(made)))
         keeps = any(form.requires_grad for form in results)
         return Forward(results, storages, made, tuple(range(len(forms))) + storages if keeps else (), sum(made), exact=False)
+
+    def _adapted(self, instruction: Adapt, form: TensorForm, trains: bool) -> Forward:
+        """Of an adapter that picks elements by number (between two cuts of one dim): a message of the piece it has, and the
+        piece it gets, of which autograd keeps nothing.
+        """
+        shape = instruction.step.after.local_shape(self.rank.mesh, self.rank.coords)
+        result = TensorForm(shape, _contiguous(shape), form.dtype, form.requires_grad and trains)
+        return Forward((result,), (1,), (result.num_bytes,), (), form.num_bytes + 2 * result.num_bytes)
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -118,3 +118,11 @@ def test_live_bytes_count_storages_once_and_forget_them() -> None:
         assert live.peak == 1024
         del x, views
         assert live.now == 0
+
+
+def test_an_exchange_between_two_cuts_of_one_dim_has_the_size_of_its_pieces() -> None:
+    step, forms = adapt("[4, 2 * 2+2/tp]", "[4, 2/tp * 4]")
+    assert step.step.kind == "all_to_all"
+    found = TP.forward(step, forms)
+    assert [form.shape for form in found.results] == [(4, 4)] and found.made == (64,) and found.saved == ()
+    assert found.peak >= 64 and found.results[0].requires_grad

@@ -41,14 +41,11 @@ def assert_training_equals_one_device(printed: str, bound: float) -> None:
     assert found and float(found[1]) < bound and float(found[2]) < bound, printed
 
 
-DEFAULT = [("gpt2", "tp", 2)]
 ALL = [(model, policy, num_ranks) for model in ("gpt2", "llama") for policy in ("dp", "tp", "data") for num_ranks in (2, 4)]
 
 
-@pytest.mark.parametrize(
-    ("model", "policy", "num_ranks"),
-    [pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.slow) for case in ALL],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "policy", "num_ranks"), ALL)
 def test_training_hugging_face_models_equals_one_device(tmp_path: Path, model: str, policy: str, num_ranks: int) -> None:
     command = [str(EXAMPLES / "train_gpt2.py"), "--model", model, "--policy", policy, "--check", "--float64"]
     assert_training_equals_one_device(torchrun(tmp_path, num_ranks, *command), 1e-10)

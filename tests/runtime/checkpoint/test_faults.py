@@ -81,7 +81,12 @@ def killed_at(directory: Path, number: int, num_ranks: int, asynchronous: bool, 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize(
     ("num_ranks", "asynchronous", "zero"),
-    [(1, False, 0), (2, False, 0), (2, True, 0), pytest.param(2, False, 1, marks=pytest.mark.slow), (2, True, 2)],
+    [
+        (1, False, 0),
+        (2, False, 0),
+        (2, True, 0),
+        *(pytest.param(2, *case, marks=pytest.mark.slow) for case in ((False, 1), (True, 2))),
+    ],
 )
 def test_killed_at_any_moment(tmp_path, num_ranks, asynchronous, zero):
     """Every call that touches the directory is tried: while files are written, made current, and older ones deleted."""

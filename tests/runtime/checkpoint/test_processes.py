@@ -12,7 +12,7 @@ import shardwright
     "zero",
     [
         pytest.param({}, id="plain"),
-        {"use_zero": 2, "reducer_bucket_cap_mb": 4e-4},
+        pytest.param({"use_zero": 2, "reducer_bucket_cap_mb": 4e-4}, marks=pytest.mark.slow),
         pytest.param({"use_zero": 1, "zero_ngroups": 2}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -90,11 +90,15 @@ CUT = ["small buckets", "groups", "inside a unit", "uneven"]
 WHOLE = ["flat", "owned in groups", "more ranks than some parameters have elements", "table"]
 
 
+SLOW = [(plan, name) for plan in WHOLE for name in ("muonlike", "adafactor") if plan != "owned in groups"]
+
+
 @pytest.mark.parametrize(
     ("plan", "optimizer"),
     [(plan, "adam") for plan in (*CUT, *WHOLE)]
-    + [(plan, name) for plan in WHOLE for name in ("muonlike", "adafactor")]
-    + [("inside a unit", "adagrad"), ("owned in groups", "adagrad"), ("uneven", "sgd")],
+    + [("owned in groups", name) for name in ("muonlike", "adafactor", "adagrad")]
+    + [("inside a unit", "adagrad"), ("uneven", "sgd")]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW],
 )
 def test_merged_equals_one_device(tmp_path, plan, optimizer):
     model = Model(tmp_path / "files", **PLANS[plan])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,13 +26,20 @@ _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 _holders: weakref.WeakSet[ProcessGroupTransport | ProcessMessages] = weakref.WeakSet()
 
 
+FREEING_S = 0.3
+"""How long the threads of gloo get to free what the last collectives used. They are done within microseconds once they run."""
+
+
 @atexit.register
 def _let_go() -> None:
-    """Drop the groups before the interpreter ends, so that one that the user has destroyed joins its threads now.
+    """Drop the groups before the interpreter ends, so that one that the user has destroyed joins its threads now; and where
+    something else still holds it, let its threads free their tensors.
 
     A thread of gloo that frees a tensor later, while Python is being taken down, waits for the interpreter and is ended in the
     middle of C++ code, which aborts the process ("terminate called without an active exception").
     """
+    if _holders:
+        time.sleep(FREEING_S)
     for holder in tuple(_holders):
         holder.let_go()
 
@@ -45,7 +53,7 @@ class ProcessGroupTransport:
 
     def let_go(self) -> None:
         """Drop the process group; nothing can be sent after that."""
-        del self.process_group
+        self.__dict__.pop("process_group", None)
 
     def all_reduce_(self, x: Tensor, op: ReduceOp) -> None:
         dist.all_reduce(x, _REDUCE_OPS[op], group=self.process_group)
@@ -60,8 +68,10 @@ class ProcessGroupTransport:
         return _all_gather_single(result.view(-1), x, group=self.process_group, async_op=True)  # type: ignore[no-any-return]
 
     def reduce_scatter(self, x: Tensor, result: Tensor) -> None:
-        if x.device.type == "cpu":
-            self._exchange_rows(x.view(-1), [result.numel()] * x.size(0), result).wait()
+        if x.device.type == "cpu":  # as in _exchange_rows; torch.compile follows what is not asynchronous
+            rows = torch.empty_like(x)
+            dist.all_to_all_single(rows.view(-1), x.view(-1), group=self.process_group)
+            torch.sum(rows, 0, dtype=x.dtype, out=result)
         else:
             _reduce_scatter_single(result, x.view(-1), group=self.process_group)
 

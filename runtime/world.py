@@ -7,6 +7,7 @@ one the calling code runs in; :func:`use_world` sets it for a ``with`` block of 
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 from abc import ABC, abstractmethod
@@ -161,6 +162,9 @@ class _Current(threading.local):
 _current = _Current()
 _of_process: dict[int, tuple[object, World]] = {}  # at most one entry: the default process group and its world
 _solo = SoloWorld()
+
+# Before the interpreter ends, with what transports hold (runtime/process_group.py says why).
+atexit.register(_of_process.clear)
 
 
 def current_world() -> World:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from shardwright.runtime.layout import Layout, Mesh
     from shardwright.runtime.loader import load_class
+    from shardwright.runtime.loss_scaling import LossScaler
     from shardwright.runtime.module import ParallelModule
     from shardwright.runtime.optimizer import build_optimizer
     from shardwright.runtime.threads import run_ranks
@@ -59,6 +60,7 @@ __all__ = [
     "InternalError",
     "Layout",
     "LoadError",
+    "LossScaler",
     "Mesh",
     "ParallelModule",
     "Plan",
@@ -102,6 +104,7 @@ _MODULES = {
     "InternalError": "shardwright.runtime.errors",
     "Layout": "shardwright.runtime.layout",
     "LoadError": "shardwright.runtime.errors",
+    "LossScaler": "shardwright.runtime.loss_scaling",
     "Mesh": "shardwright.runtime.layout",
     "ParallelModule": "shardwright.runtime.module",
     "Plan": "shardwright.compiler.plan.plan",

@@ -1,4 +1,6 @@
-"""The global norm of gradients: every distinct element of every parameter counted once, under any layout."""
+"""What is asked of all gradients together: their norm, every distinct element counted once under any layout, and whether
+they are finite.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.runtime.communicator import Communicator
+from shardwright.runtime.errors import UsageError
 from shardwright.runtime.groups import RankMesh
 from shardwright.runtime.layout import Layout
 
@@ -39,3 +42,27 @@ def norm_dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:
     for parameter in parameters:
         dtype = torch.promote_types(dtype, parameter.dtype)
     return dtype
+
+
+def unscale(gradients: Iterable[Tensor], factor: float, device: torch.device) -> Tensor:
+    """Multiply gradients in place; a scalar on ``device`` that is above 0 if one of them was infinite or not a number.
+
+    Raises :class:`UsageError` for float16 ones.
+    """
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient.numel():
+            by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient.detach())
+    if any(dtype == torch.float16 for _, dtype in by_kind):
+        raise UsageError(
+            "gradients are float16, and dividing them by the scale would lose what it was for",
+            why="the parameters are float16 and the optimizer updates them directly",
+            hint="keep float32 parameters and compute in autocast, or let the optimizer keep float32 masters: "
+            "ComputeConfig(distributed_optimizer={})",
+        )
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    for (place, _), alike in by_kind.items():
+        found = torch.zeros(1, dtype=torch.float32, device=place)
+        torch._amp_foreach_non_finite_check_and_unscale_(alike, found, torch.full((1,), factor, device=place))
+        total += found.to(device).squeeze(0)
+    return total

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, UsageError
 from shardwright.runtime.gradients import TrainedModel
-from shardwright.runtime.gradnorm import global_norm, norm_dtype
+from shardwright.runtime.gradnorm import global_norm, norm_dtype, unscale
 from shardwright.runtime.reducer import Reducer, ReducerHook
 from shardwright.runtime.zero.build import shards_of
 from shardwright.runtime.zero.gathering import ParameterGathering
@@ -109,6 +109,26 @@ class ParallelOptimizer(Optimizer):
         for tensor in self._reducer.holders:
             if tensor.grad is not None:
                 tensor.grad.detach().mul_(factor)
+
+    def unscale_grads(self, factor: float) -> bool:
+        """Multiply all gradients by a number, and tell whether some rank has one that is infinite or not a number: the same
+        answer on all ranks. Synchronises the gradients if that has not happened. Collective. For :class:`LossScaler`.
+
+        Raises :class:`UsageError` if gradients are float16: what the scale has kept from vanishing would vanish here.
+        """
+        self.sync_shard_grad()
+        device = self._model.world.device
+        found = unscale([tensor.grad for tensor in self._reducer.holders if tensor.grad is not None], factor, device)
+        return bool(self._model.world.everyone.all_reduce(found, phase="gradients"))
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # The first thing that a step of torch's scaler asks its optimizer.
+        raise UsageError(
+            "torch.amp.GradScaler cannot scale the losses of an optimizer made by build_optimizer",
+            why="it looks for overflow in what this rank holds of the gradients; ranks would disagree on which steps to skip",
+            hint="use shardwright.LossScaler: it has the same methods, and loads the state dict of torch's",
+        )
 
     def clip_gnorm(self, max_norm: float | None = None) -> Tensor:
         """The 2-norm of all gradients together, as a scalar; they are scaled down to ``max_norm`` if they exceed it.

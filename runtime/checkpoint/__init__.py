@@ -3,6 +3,6 @@
 In memory: :mod:`merged` and :mod:`deduped`. On disk: :mod:`save` and :mod:`load`; :mod:`index` says what a folder holds,
 :mod:`folders` how one becomes current. Offline: :mod:`merge_files`, :mod:`pretrained`.
 
-Everything rests on one notion, the :class:`~shardwright.runtime.checkpoint.regions.Region`: which elements of a whole tensor
+Everything rests on one notion, the :class:`~shardwright.runtime.regions.Region`: which elements of a whole tensor
 a piece holds. Pieces are stored with their regions and read by overlap, so that no plan has to know another.
 """

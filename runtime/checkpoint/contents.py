@@ -11,9 +11,9 @@ from torch import Tensor
 
 from shardwright.runtime.checkpoint.index import Index, TensorRecord
 from shardwright.runtime.checkpoint.optimizer_state import listed
-from shardwright.runtime.checkpoint.regions import Region, copy_shared
 from shardwright.runtime.checkpoint.tensor_files import MappedFiles
 from shardwright.runtime.errors import CheckpointError
+from shardwright.runtime.regions import Region, copy_shared
 
 
 class Contents:

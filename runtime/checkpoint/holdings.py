@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.runtime.checkpoint.regions import Region
 from shardwright.runtime.module import ParallelModule
+from shardwright.runtime.regions import Region
 from shardwright.runtime.world import current_world
 
 EXTRA_STATE = "_extra_state"

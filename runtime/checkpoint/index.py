@@ -13,9 +13,9 @@ import torch
 
 from shardwright import __version__
 from shardwright.runtime.checkpoint.ordering import Groups, united, united_groups
-from shardwright.runtime.checkpoint.regions import Region
 from shardwright.runtime.checkpoint.tensor_files import FileRecord
 from shardwright.runtime.errors import CheckpointError
+from shardwright.runtime.regions import Region
 from shardwright.runtime.swap import write_file
 
 INDEX_FILE = "index.json"

@@ -19,10 +19,10 @@ from shardwright.runtime.checkpoint.folders import find_folder, sync_folder
 from shardwright.runtime.checkpoint.index import INDEX_FILE, Index, OptimizerRecord, PieceRecord, TensorRecord, state_key
 from shardwright.runtime.checkpoint.merged import set_random_states
 from shardwright.runtime.checkpoint.optimizer_state import NamedState, StateDict
-from shardwright.runtime.checkpoint.regions import Region
 from shardwright.runtime.checkpoint.tensor_files import FileRecord, TensorSource, write_tensors
 from shardwright.runtime.checkpoint.values import decode
 from shardwright.runtime.errors import CheckpointError
+from shardwright.runtime.regions import Region
 from shardwright.runtime.swap import write_folder
 
 MODEL_STEM = "model"

@@ -21,10 +21,10 @@ from shardwright.runtime.checkpoint.optimizer_state import (
     load_named_state,
 )
 from shardwright.runtime.checkpoint.ordering import ordered_groups, reordered, united, united_groups
-from shardwright.runtime.checkpoint.regions import Region, copy_shared
 from shardwright.runtime.checkpoint.state_place import PARAM_SHARDS, StatePlace, state_places
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.regions import Region, copy_shared
 from shardwright.runtime.zero.state import MASTER
 
 RANDOM = "shardwright.random"

@@ -17,9 +17,9 @@ from shardwright.runtime.checkpoint.folders import find_folder
 from shardwright.runtime.checkpoint.holdings import Holding, Holdings
 from shardwright.runtime.checkpoint.merge_files import checked_index, write_model_files
 from shardwright.runtime.checkpoint.optimizer_state import listed
-from shardwright.runtime.checkpoint.regions import Region, copy_shared
 from shardwright.runtime.checkpoint.tensor_files import MappedFiles
 from shardwright.runtime.errors import CheckpointError
+from shardwright.runtime.regions import Region, copy_shared
 from shardwright.runtime.swap import write_file, write_folder
 from shardwright.runtime.world import current_world
 

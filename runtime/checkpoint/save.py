@@ -26,11 +26,11 @@ from shardwright.runtime.checkpoint.holdings import Holding, Holdings
 from shardwright.runtime.checkpoint.index import INDEX_FILE, Index, OptimizerRecord, PieceRecord, TensorRecord, state_key
 from shardwright.runtime.checkpoint.optimizer_state import named_state
 from shardwright.runtime.checkpoint.ordering import ordered_groups, reordered
-from shardwright.runtime.checkpoint.regions import Region
 from shardwright.runtime.checkpoint.state_place import StatePlace, state_places
 from shardwright.runtime.checkpoint.tensor_files import TensorSource, check_dtype, write_tensors
 from shardwright.runtime.checkpoint.values import encode
 from shardwright.runtime.errors import CheckpointError, ConfigError
+from shardwright.runtime.regions import Region
 from shardwright.runtime.swap import write_file
 from shardwright.runtime.world import World, current_world
 

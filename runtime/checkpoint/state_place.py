@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwright.runtime.checkpoint.holdings import Holding, Holdings
-from shardwright.runtime.checkpoint.regions import Region, shared_elements
 from shardwright.runtime.errors import CheckpointError
+from shardwright.runtime.regions import Region, shared_elements
 from shardwright.runtime.zero.shards import ParameterShard
 
 PARAM_SHARDS = "param_shards"

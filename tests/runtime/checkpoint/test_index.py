@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from shardwright.runtime.checkpoint.index import Index, OptimizerRecord, PieceRecord, TensorRecord
-from shardwright.runtime.checkpoint.regions import Region
 from shardwright.runtime.checkpoint.tensor_files import FileRecord
 from shardwright.runtime.errors import CheckpointError
+from shardwright.runtime.regions import Region
 
 
 def part(rank, start, stop):

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import decode, dim_indices, encode
 
-from shardwright.runtime.checkpoint.regions import Region, copy_shared, shared_elements
 from shardwright.runtime.layout import Atom, Layout, Mesh
+from shardwright.runtime.regions import Region, copy_shared, shared_elements
 
 MESHES = [Mesh(), Mesh((("a", 2),)), Mesh((("a", 3),)), Mesh((("a", 2), ("b", 3)))]
 

@@ -56,6 +56,10 @@ class CompiledModule(Scope):
         """Whether this rank holds a tensor only to use it: other ranks have the same elements, train them, and send them."""
         return False
 
+    def copied_parameters(self) -> Iterator[nn.Parameter]:
+        """The trained parameters that :meth:`is_copy` tells of: their gradients go to the ranks that train them."""
+        return iter(())
+
     def refresh_copies(self) -> None:
         """Give the tensors that :meth:`is_copy` tells of the values that other ranks have. Collective."""
 

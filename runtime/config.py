@@ -67,7 +67,8 @@ class ComputeConfig:
     stage 1, or with 2 gradients are freed once they are reduced. ``zero_ngroups`` deals the units into groups that split the
     state among themselves; ``zero_use_reduce_scatter`` sends a rank the gradients it needs only (stage 2 always does).
     Stage 3 stores the parameters themselves in pieces over the units of a group, and over the axes that split the batch.
-    ``distributed_optimizer`` is the full option table (which scatters, and means stage 1 unless ``use_zero`` says 2).
+    ``distributed_optimizer`` is the full option table: dtypes of state and gradients, overlap, buffers. It means stage 1 (and
+    scatters) unless ``use_zero`` names another one; with ``use_zero=False`` each rank keeps the state of all that it holds.
 
     **Model.** ``use_end2end``: the first result of ``forward`` is the loss, and ``train_step`` runs it.
     ``dynamic_dims`` names the input dims whose size may differ between calls: ``{"input_ids": {0: "batch", 1: "seq"}}``,
@@ -85,7 +86,7 @@ class ComputeConfig:
 
     plan_ngpus: int
     runtime_ngpus: int
-    use_zero: bool | int = False
+    use_zero: bool | int | None = None
     zero_ngroups: int = 1
     zero_use_reduce_scatter: bool = False
     use_end2end: bool = False
@@ -114,11 +115,12 @@ class ComputeConfig:
         _check_choice("rng", self.rng, ("fast", "plan_independent"))
         if self.distributed_optimizer is not None:
             object.__setattr__(self, "distributed_optimizer", DistributedOptimizerConfig.of(self.distributed_optimizer))
+        if self.use_zero is None:
+            object.__setattr__(self, "use_zero", self.distributed_optimizer is not None)
         _check_ranks(self)
         _check_bucket(self)
         _check_table(self)
         _check_zero(self)
-        _check_available(self)
         _check_order(self.rank_order)
         for name in ("pas_config", "user_config"):
             object.__setattr__(self, name, _json_mapping(name, getattr(self, name)))
@@ -151,7 +153,7 @@ class ComputeConfig:
     @property
     def zero_stage(self) -> int:
         """The stage of ZeRO, 0 without."""
-        return int(self.use_zero) or int(self.distributed_optimizer is not None)
+        return int(self.use_zero or 0)
 
     @property
     def optimizer_table(self) -> DistributedOptimizerConfig | None:
@@ -234,7 +236,7 @@ def _check_table(config: ComputeConfig) -> None:
     if config.inference_only:
         raise ConfigError(
             "distributed_optimizer has no meaning with inference_only",
-            why="it splits optimizer state, and there is none",
+            why="it is about optimizer state and gradients, and there are none",
             hint="leave out distributed_optimizer, or inference_only",
         )
     if config.use_async_reducer and not table.overlap_grad_sync:
@@ -250,12 +252,27 @@ def _check_table(config: ComputeConfig) -> None:
             why=f"reducer_bucket_cap_mb={cap_mb:g}, but bucket_cap_mb={table.bucket_cap_mb:g}",
             hint="leave out reducer_bucket_cap_mb",
         )
+    if table.overlap_param_sync and config.zero_stage in (0, 3):
+        raise ConfigError(
+            f"overlap_param_sync has no meaning with use_zero={config.use_zero}",
+            why="after a step no parameters are gathered: " + _WHY_NOT_GATHERED[config.zero_stage],
+            hint="leave out overlap_param_sync, or use stage 1 or 2",
+        )
+    if not table.contiguous_grad_buffer and config.zero_stage == 3:
+        raise ConfigError(
+            "contiguous_grad_buffer=False is not possible with use_zero=3",
+            why="gradients would accumulate in the dtype of the parameters, and backward reduces them in the same dtype",
+            hint="leave it out; grad_sync_dtype says in which dtype gradients are reduced and accumulated",
+        )
+
+
+_WHY_NOT_GATHERED = {0: "each rank updates all that it holds", 3: "forward gathers each one when it is used, one ahead already"}
 
 
 def _check_zero(config: ComputeConfig) -> None:
     zero = config.use_zero
     if not isinstance(zero, int) or zero not in (0, 1, 2, 3):
-        raise ConfigError("use_zero is False, True (stage 1), or a stage from 1 to 3", why=f"it is {zero!r}")
+        raise ConfigError("use_zero is False, True (stage 1), or a stage from 0 to 3", why=f"it is {zero!r}")
     if not config.zero_stage:
         for name, default in (("zero_ngroups", 1), ("zero_use_reduce_scatter", False)):
             if getattr(config, name) != default:
@@ -275,15 +292,6 @@ def _check_zero(config: ComputeConfig) -> None:
             "zero_ngroups does not divide the number of units",
             why=f"{config.runtime_ngpus} ranks in units of {config.plan_ngpus} are {config.num_units} unit(s), "
             f"and they cannot be dealt into {config.zero_ngroups} groups",
-        )
-
-
-def _check_available(config: ComputeConfig) -> None:
-    if config.use_zero == 3 and config.distributed_optimizer is not None:
-        raise ConfigError(
-            "distributed_optimizer is not available together with use_zero=3 yet",
-            why="it splits the optimizer state of whole parameters, and with stage 3 ranks hold pieces of the parameters",
-            hint="leave out distributed_optimizer, or use_zero=3",
         )
 
 

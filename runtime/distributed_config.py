@@ -22,7 +22,7 @@ DTYPES: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedOptimizerConfig:
-    """How optimizer state is split over the copies of a parameter, and how gradients and parameters travel.
+    """In which precision optimizer state is kept, and how gradients and parameters travel, at every stage of ZeRO.
 
     ``dtype``: of the optimizer's state and of what it updates: float32, float16 or bfloat16, kept by name. Where a parameter
     is of another dtype, the optimizer updates a *master* copy of its shard, which is rounded into the parameter after each

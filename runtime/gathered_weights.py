@@ -8,7 +8,8 @@ A generated forward asks for a weight right before the operator that needs it, a
 
 Forward all-gathers, backward reduce-scatters the gradient (``backward="slice"``: takes this rank's piece of it). In between
 nothing holds the whole weight: what operators save of it for their backward, itself or a view, is packed as a **handle**, and
-gathered again when that backward runs. Uses that share one gather share the second one too.
+gathered again when that backward runs. Uses that share one gather share the second one too. Gradients are summed in the dtype
+in which the parameter holds its gradient (``grad_dtype``), which may be wider than its own.
 
 **Ahead of time.** While the operators compute with one weight the next one is on its way. In forward the next one is what
 followed in the forward before; in backward it is the one that was gathered before this one. Both are the same on all ranks
@@ -52,13 +53,15 @@ class _Step:
 
 
 class _Use:
-    """A weight gathered once in a forward. ``piece``: what the rank stores. ``steps``: how the whole comes of it.
+    """A weight gathered once in a forward. ``piece``: what the rank stores. ``grad_dtype``: in which its gradient is summed.
+    ``steps``: how the whole comes of it.
 
     ``earlier``: the use before it in the same forward. ``num_saved``: how many tensors are packed that need the weight.
     """
 
-    def __init__(self, piece: Tensor, steps: tuple[_Step, ...], earlier: _Use | None) -> None:
+    def __init__(self, piece: Tensor, grad_dtype: torch.dtype, steps: tuple[_Step, ...], earlier: _Use | None) -> None:
         self.piece = piece.detach()
+        self.grad_dtype = grad_dtype
         self.steps = steps
         self.earlier = earlier
         self.num_saved = 0
@@ -174,10 +177,12 @@ class WeightGathering:
         dim %= x.ndim
         step = _Step(axis, dim, cut or whole_cut(x.shape[dim] * axis.size), backward == "reduce_scatter")
         before = self._use_of(x)
-        whole = cast(Tensor, _Gather.apply(x, step, self._move if before is None else _move_now))  # type: ignore[no-untyped-call]
+        move = self._move if before is None else _move_now
+        grad_dtype = (x.grad_dtype or x.dtype) if before is None else before.grad_dtype
+        whole = cast(Tensor, _Gather.apply(x, step, grad_dtype, move))  # type: ignore[no-untyped-call]
         assert whole.is_contiguous() and whole.storage_offset() == 0, "views of it could not be told by their strides"
         piece, steps = (x, (step,)) if before is None else (before.piece, (*before.steps, step))
-        use = _Use(piece, steps, self._latest if self._is_forward else None)
+        use = _Use(piece, grad_dtype, steps, self._latest if self._is_forward else None)
         if self._is_forward:
             self._latest = use
         self._uses = {key: entry for key, entry in self._uses.items() if not _is_freed(entry[0])}
@@ -244,13 +249,15 @@ def _move_now(x: Tensor, step: _Step) -> Tensor:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, step: _Step, move: Callable[[Tensor, _Step], Tensor]) -> Tensor:
-        ctx.step = step
+    def forward(ctx: Any, x: Tensor, step: _Step, grad_dtype: torch.dtype, move: Callable[[Tensor, _Step], Tensor]) -> Tensor:
+        ctx.step, ctx.grad_dtype = step, grad_dtype
         return move(x, step)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         step = ctx.step
-        piece_of = reduced_piece if step.reduces else sliced_piece
-        return piece_of(grad, step.axis, step.dim, step.cut), None, None
+        if not step.reduces:
+            return sliced_piece(grad, step.axis, step.dim, step.cut), None, None, None
+        # Of several steps only the last one's sum stays in this dtype: autograd rounds what it hands from node to node.
+        return reduced_piece(grad.to(ctx.grad_dtype), step.axis, step.dim, step.cut), None, None, None

@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from shardwright.runtime.bucket import Bucket, DtypeRule, GradientSum, pack
+from shardwright.runtime.bucket import Bucket, DtypeRule, GradientSum, hold_gradients_in, pack
 from shardwright.runtime.checksum import differing
 from shardwright.runtime.communicator import Communicator
 from shardwright.runtime.compiled import CompiledModule
@@ -108,19 +108,19 @@ class TrainedModel:
         """A reducer for all gradients. It takes the parameters over from reducers made earlier. Collective.
 
         ``whole_parameters``: where optimizer state is split, whether each parameter goes to one rank; ``None`` for a reducer
-        without an optimizer, which gives all ranks all gradients.
+        without an optimizer, which gives all ranks all gradients, in the dtype of the parameters.
         """
         for item in self.sums:
             older = getattr(item.parameter, _REDUCER, None)
             if older is not None:
                 older.detach()
         settings = self.settings
-        splits = whole_parameters is not None and settings.stage > 0
+        sharded = whole_parameters is not None and settings.makes_shards
         # Filled from the end, as backward does.
-        dtype_of: DtypeRule = settings.gradient_dtype if splits else (lambda dtype: dtype)
+        dtype_of: DtypeRule = settings.gradient_dtype if sharded else _unchanged
         packed = pack(list(reversed(self.sums)), settings.bucket_cap_bytes, dtype_of)
         buckets: list[Bucket]
-        if splits:
+        if sharded:
             buckets = sharded_buckets(self.world, packed, settings, whole_parameters=bool(whole_parameters))
         else:
             buckets = [Bucket(members) for members in packed]
@@ -128,13 +128,16 @@ class TrainedModel:
             buckets,
             divisor=settings.divisor,
             asynchronous=settings.asynchronous,
-            frees_gradients=splits and settings.frees_gradients,
-            cause=settings.early_cause if splits else "use_async_reducer",
+            frees_gradients=sharded and settings.frees_gradients,
+            cause=settings.early_cause if sharded else "use_async_reducer",
         )
         for item in self.sums:
             setattr(item.parameter, _REDUCER, reducer)
         for part in self.parallel_modules:
             part.reducer = reducer
+            for parameter in part.copied_parameters():  # as on the ranks that train them
+                held = dtype_of if settings.contiguous_gradients else _unchanged
+                hold_gradients_in(parameter, held(parameter.dtype))
         return reducer
 
     def _add(
@@ -199,6 +202,10 @@ class TrainedModel:
         if self.parallel_modules:
             return self.parallel_modules[0].ranks
         return RankMesh(Mesh((("unit", plan_ngpus),)), self.world)
+
+
+def _unchanged(dtype: torch.dtype) -> torch.dtype:
+    return dtype
 
 
 REDUCER_SETTINGS = (

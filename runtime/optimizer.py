@@ -245,7 +245,7 @@ def build_optimizer(
     model = TrainedModel(module, config)
     parameters = dict(module.named_parameters())
     tensors: Mapping[str, nn.Parameter] = parameters
-    if model.settings.stage:
+    if model.settings.makes_shards:
         kind, updated = _kind_of(optimizer_fn, parameters, param_groups, kwargs)
         is_elementwise = elementwise or kind in ELEMENTWISE
         _check_kind(kind, model, updated, is_elementwise)
@@ -269,7 +269,7 @@ def build_optimizer(
     for group in parallel.param_groups:
         # Where torch keeps names too: state dicts carry them, and can be merged without the module.
         group["param_names"] = [names[id(tensor)] for tensor in group["params"]]
-        if shards:
+        if shards and model.settings.stage:
             group["param_shards"] = [ranges.get(name) for name in group["param_names"]]
     return parallel
 

@@ -88,9 +88,10 @@ class Copies:
                     x = torch.cat([_packed(gradient, boxes), is_used])
                     sending.append(messages.send(x, to_world(peer), what, phase="gradients"))
             for peer, boxes in _incoming(copy.home, self._rank):
-                buffer = parameter(copy.name).detach().new_empty(_volume(boxes) + 1)
+                own = parameter(copy.name)
+                buffer = own.detach().new_empty(_volume(boxes) + 1, dtype=own.grad_dtype)
                 work = messages.receive_(buffer, to_world(peer), f"train_step for {what}", phase="gradients")
-                arriving.append((work, parameter(copy.name), buffer, boxes))
+                arriving.append((work, own, buffer, boxes))
         for work, own, buffer, boxes in arriving:
             work.wait()
             if buffer[-1]:  # else no backward reached the copy
@@ -136,7 +137,7 @@ def _copy(name: str, owner: Stage, layout: Layout, stage: Stage, copy_layout: La
 
 def _whole_gradient(parameter: nn.Parameter, copy: _Copy) -> tuple[Tensor, Tensor]:
     """The gradient of a copy, summed over its stage, and whether there is one [1]. The parameter keeps none."""
-    flat = parameter.detach().new_zeros(parameter.numel() + 1)
+    flat = parameter.detach().new_zeros(parameter.numel() + 1, dtype=parameter.grad_dtype)
     if parameter.grad is not None:
         flat[:-1] = parameter.grad.reshape(-1)
         flat[-1] = 1

@@ -393,6 +393,10 @@ class PipelineModule(ParallelModule):
         """See :meth:`CompiledModule.trained_parameters`. Copies are trained where their owner is."""
         return ((d, parameter) for d, parameter in super().trained_parameters() if not self.is_copy(d))
 
+    def copied_parameters(self) -> Iterator[nn.Parameter]:
+        """See :meth:`CompiledModule.copied_parameters`."""
+        return (parameter for d, parameter in super().trained_parameters() if self.is_copy(d))
+
     def gradient_groups(self) -> dict[str, Communicator]:
         """See :meth:`CompiledModule.gradient_groups`."""
         wanted: dict[str, tuple[tuple[int, ...], str]] = {}

@@ -13,7 +13,7 @@ from shardwright.runtime.world import World
 from shardwright.runtime.zero.arena import Arenas
 from shardwright.runtime.zero.bucket import ShardedBucket
 from shardwright.runtime.zero.gathering import make_contiguous
-from shardwright.runtime.zero.groups import ZeroGroup, deal
+from shardwright.runtime.zero.groups import ZeroGroup, deal, undivided
 from shardwright.runtime.zero.settings import ReductionSettings
 from shardwright.runtime.zero.shards import ParameterShard, shard_tensor
 from shardwright.runtime.zero.split import balanced_owners, even_sizes, owned_sizes, pieces
@@ -25,15 +25,18 @@ def sharded_buckets(
     """The buckets of ``packed``, with this rank's shards of their parameters. Collective.
 
     ``whole_parameters``: each parameter is updated by one rank; else ranks update equal slices of a bucket. A parameter that no
-    other rank has a copy of stays what it is.
+    other rank has a copy of stays what it is. Without a stage each rank updates all of every parameter, in its own shape.
     """
     sums = [item for members in packed for item in members]
-    groups = deal(world, [item.communicator for item in sums], settings.num_groups)
+    communicators = [item.communicator for item in sums]
+    groups = deal(world, communicators, settings.num_groups) if settings.stage else undivided(communicators)
     leaders = _counting_ranks(world, sums)
-    owners = _owners(sums, groups) if whole_parameters else None
+    owners = _owners(sums, groups) if whole_parameters or not settings.stage else None
     laid = [_lay(members, groups[members[0].communicator.ranks], owners) for members in packed]
     parameters, gradients = Arenas(), Arenas()
-    is_split = [item.group.inside.size > 1 or settings.state_dtype(item.dtype) != item.dtype for item in laid]
+    is_split = [
+        item.group.inside.size > 1 or not settings.stage or settings.state_dtype(item.dtype) != item.dtype for item in laid
+    ]
     places = [
         parameters.of(item.dtype).reserve(sum(item.slice_sizes)) if split else 0
         for item, split in zip(laid, is_split, strict=True)

@@ -33,6 +33,9 @@ class BucketGathering:
     def start(self) -> None:
         """Begin: what this rank updated is read now."""
         bucket = self._bucket
+        if bucket.group.inside.size == 1:
+            self._write()
+            return
         first = bucket.members[0].parameter
         buffer = bucket.parameter_buffer
         if buffer is None or buffer.device != first.device:
@@ -42,6 +45,13 @@ class BucketGathering:
             _copy(mine[offset : offset + shard.num_elements], shard.tensor.detach().view(-1))
         self._buffer = buffer
         self._work = bucket.group.inside.all_gather_async_(buffer, bucket.slice_sizes)
+
+    def _write(self) -> None:
+        """The parameters of which this rank has all of the optimizer's state."""
+        for shard in self._bucket.shards:
+            if not shard.is_view and shard.num_elements:
+                shard.parameter.detach().copy_(shard.tensor.detach().view(shard.parameter.shape))
+                note_written(shard.parameter)
 
     def finish(self) -> None:
         """Wait, and write the parameters. Does nothing if nothing has started."""

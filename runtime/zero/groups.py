@@ -42,6 +42,11 @@ def deal(world: World, communicators: Iterable[Communicator], num_groups: int) -
     return dealt
 
 
+def undivided(communicators: Iterable[Communicator]) -> dict[tuple[int, ...], ZeroGroup]:
+    """The same where nothing is split: each rank is a group by itself."""
+    return {communicator.ranks: ZeroGroup(communicator, _alone(communicator), communicator) for communicator in communicators}
+
+
 def _alone(communicator: Communicator) -> Communicator:
     rank = communicator.ranks[communicator.index]
     return Communicator(None, (rank,), 0, communicator.name, communicator.counters)

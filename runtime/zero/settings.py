@@ -19,8 +19,9 @@ class ReductionSettings:
     ``divisor``: the number of units where gradients are averaged over them, else 1. ``bucket_cap_mb``: MiB of gradients in a
     bucket. ``asynchronous``: buckets are reduced while backward runs. ``stage``: of ZeRO, as far as the optimizer takes part in
     it: 0 without, and with stage 3, where the parameters themselves lie in pieces on the ranks. ``num_groups``: of ranks
-    that split the state among themselves. ``scatters``: gradients go to the ranks that need them only. ``table``: the options
-    of the distributed optimizer, without which nothing changes its dtype and parameters and gradients lie as they always do.
+    that split the state among themselves, if there is a stage. ``scatters``: gradients go to the ranks that need them only.
+    ``table``: the options of the distributed optimizer, without which nothing changes its dtype and parameters and gradients
+    lie as they always do.
     """
 
     divisor: int = 1
@@ -46,13 +47,18 @@ class ReductionSettings:
             asynchronous=config.use_async_reducer if table is None else table.overlap_grad_sync,
             stage=stage,
             num_groups=config.zero_ngroups,
-            scatters=config.zero_use_reduce_scatter or stage >= 2 or table is not None,
+            scatters=stage > 0 and (config.zero_use_reduce_scatter or stage >= 2 or table is not None),
             table=table,
         )
 
     @property
     def bucket_cap_bytes(self) -> float:
         return self.bucket_cap_mb * 2**20
+
+    @property
+    def makes_shards(self) -> bool:
+        """Whether the optimizer updates shards: parts of the parameters, or all of them in the precision of the table."""
+        return self.stage > 0 or self.table is not None
 
     @property
     def frees_gradients(self) -> bool:
@@ -87,7 +93,7 @@ class ReductionSettings:
         return self.table is not None and self.table.overlap_param_sync
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """In which the gradient of a parameter of ``dtype`` is held and reduced, where optimizer state is split."""
+        """In which the gradient of a parameter of ``dtype`` is held and reduced, where the optimizer updates shards."""
         if self.table is None or self.table.grad_sync_dtype is None:
             return self.state_dtype(dtype)
         return _dtype(self.table.grad_sync_dtype)

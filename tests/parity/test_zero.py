@@ -32,6 +32,7 @@ FACTORS: dict[str, list[Any]] = {
         {"use_zero": 1, "zero_use_reduce_scatter": True},
         {"use_zero": 2},
         {"distributed_optimizer": {"overlap_param_sync": True}},
+        {"distributed_optimizer": {"contiguous_param_buffer": True}, "use_zero": 0},
         {"distributed_optimizer": {"contiguous_param_buffer": True, "contiguous_grad_buffer": False}, "use_zero": 2},
     ],
     "groups": [1, 2],
@@ -48,7 +49,8 @@ def is_possible(case: Case) -> bool:
     policy, plan_ngpus, num_ranks, _ = case["plan"]
     cut = policy in ("tp", "hybrid") or (policy == "pp" and plan_ngpus > 2)
     whole = case["optimizer"] in ("muonlike", "adafactor")
-    return num_ranks // plan_ngpus % case["groups"] == 0 and not (cut and whole)
+    undivided = case["zero"].get("use_zero") == 0 and case["groups"] > 1
+    return num_ranks // plan_ngpus % case["groups"] == 0 and not (cut and whole) and not undivided
 
 
 def pairwise() -> list[Case]:

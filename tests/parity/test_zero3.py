@@ -50,6 +50,7 @@ CASES: list[Case] = [
     ("llama", "hybrid", 4, 2, TWO_STAGES),
     ("resnet", "hybrid", 2, 2, {**TWO_STAGES, **MEAN}),
     ("llama", "pp", 2, 2, {**STEPS, "pas_config": {"recompute": ["model.layers.*.mlp"]}}),
+    ("gpt2", "tp", 2, 2, {**STEPS, "distributed_optimizer": {"bucket_cap_mb": 1e-3, "contiguous_param_buffer": True}}),
 ]
 
 MORE_CASES: list[Case] = [

@@ -65,7 +65,7 @@ REFUSALS = {
     ),
     "zero stage": (
         {"use_zero": 4},
-        "use_zero is False, True (stage 1), or a stage from 1 to 3\n  why:   it is 4",
+        "use_zero is False, True (stage 1), or a stage from 0 to 3\n  why:   it is 4",
     ),
     "zero groups without zero": (
         {"zero_ngroups": 2},
@@ -90,11 +90,23 @@ REFUSALS = {
         "  why:   ZeRO splits optimizer state, and there is none\n"
         "  try:   leave out use_zero, or inference_only",
     ),
-    "stage 3 with the options of a distributed optimizer": (
-        {"use_zero": 3, "distributed_optimizer": {}},
-        "distributed_optimizer is not available together with use_zero=3 yet\n"
-        "  why:   it splits the optimizer state of whole parameters, and with stage 3 ranks hold pieces of the parameters\n"
-        "  try:   leave out distributed_optimizer, or use_zero=3",
+    "parameters that nobody gathers, as each rank has all": (
+        {"use_zero": 0, "distributed_optimizer": {"overlap_param_sync": True}},
+        "overlap_param_sync has no meaning with use_zero=0\n"
+        "  why:   after a step no parameters are gathered: each rank updates all that it holds\n"
+        "  try:   leave out overlap_param_sync, or use stage 1 or 2",
+    ),
+    "parameters that nobody gathers, as forward does": (
+        {"use_zero": 3, "distributed_optimizer": {"overlap_param_sync": True}},
+        "overlap_param_sync has no meaning with use_zero=3\n"
+        "  why:   after a step no parameters are gathered: forward gathers each one when it is used, one ahead already\n"
+        "  try:   leave out overlap_param_sync, or use stage 1 or 2",
+    ),
+    "gradients of pieces, which backward reduces": (
+        {"use_zero": 3, "distributed_optimizer": {"contiguous_grad_buffer": False}},
+        "contiguous_grad_buffer=False is not possible with use_zero=3\n"
+        "  why:   gradients would accumulate in the dtype of the parameters, and backward reduces them in the same dtype\n"
+        "  try:   leave it out; grad_sync_dtype says in which dtype gradients are reduced and accumulated",
     ),
     "an unknown option of the distributed optimizer": (
         {"distributed_optimizer": {"bucket_cap": 1}},
@@ -137,7 +149,7 @@ REFUSALS = {
     "distributed optimizer without optimizer": (
         {"distributed_optimizer": {}, "inference_only": True},
         "distributed_optimizer has no meaning with inference_only\n"
-        "  why:   it splits optimizer state, and there is none\n"
+        "  why:   it is about optimizer state and gradients, and there are none\n"
         "  try:   leave out distributed_optimizer, or inference_only",
     ),
     "order": (
@@ -286,3 +298,6 @@ def test_the_option_table_of_the_distributed_optimizer():
     assert ComputeConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
     assert hash(config) == hash(dataclasses.replace(config, distributed_optimizer=DistributedOptimizerConfig(dtype="bf16")))
     assert dataclasses.replace(config, use_zero=2).zero_stage == 2
+    for stage in range(4):
+        config = ComputeConfig(plan_ngpus=1, runtime_ngpus=2, distributed_optimizer={}, use_zero=stage)
+        assert config.zero_stage == stage and ComputeConfig.from_json(config.to_json()) == config

@@ -46,7 +46,8 @@ def test_every_combination(tmp_path, index):
     name = ("adamw", "muonlike", "sgd")[index % 3]
     directory = write_files(tmp_path / "mlp", make_model(), 1 + index % 2, 1)
     num_ranks = 2 * (1 + index % 2)
-    check(directory, num_ranks, 2, name, distributed_optimizer=table, use_zero=(index // 4) % 3)
+    stage = (index // 4) % 3 or int(table["overlap_param_sync"])
+    check(directory, num_ranks, 2, name, distributed_optimizer=table, use_zero=stage)
     if index % 4 == 1:
         check(directory, num_ranks, 2, name, 2, distributed_optimizer=table, use_zero=2, zero_ngroups=2)
 

@@ -2,9 +2,9 @@
 
     python benchmarks/predict.py [--ranks 2] [--rounds 12] [--hardware FILE]
 
-One GPT in float32 with Adam on CPU, gloo, one thread per rank, ten plans for the same work: copies, tensor parallelism,
-data parallelism inside a unit, pipelines with several schedules and numbers of microbatches, recomputation. Every step
-trains on the same number of samples.
+One GPT in float32 with Adam on CPU, gloo, one thread per rank, some twenty plans for the same work: copies, ZeRO, tensor
+parallelism, data parallelism inside a unit, pipelines with several schedules, numbers of microbatches and splits,
+recomputation. Every step trains on the same number of samples.
 
 Without ``--hardware`` the machine is calibrated first. All plans live in the same processes and take turns step by step, so
 that load from elsewhere meets all; the fastest round counts, as load only adds time. Memory is counted in a step of its
@@ -45,7 +45,7 @@ SIZES = {"num_layers": 4, "hidden_size": 192, "num_heads": 4, "vocab_size": VOCA
 
 @dataclass(frozen=True)
 class Case:
-    """A plan. ``unit``: ranks of a unit, 0 for all. ``recompute``: module paths."""
+    """A plan. ``unit``: ranks of a unit, 0 for all. ``num_microbatches``: of a step. ``recompute``: module paths."""
 
     name: str
     policy: str
@@ -55,8 +55,12 @@ class Case:
     fields: dict[str, Any] = field(default_factory=dict)
     recompute: tuple[str, ...] = ()
 
+    @property
+    def has_stages(self) -> bool:
+        return self.policy in ("pp", "hybrid")
+
     def config(self, num_ranks: int) -> shardwright.ComputeConfig:
-        options = {**self.options, **({"num_microbatches": self.num_microbatches} if self.policy in ("pp", "hybrid") else {})}
+        options = {**self.options, **({"num_microbatches": self.num_microbatches} if self.has_stages else {})}
         return shardwright.ComputeConfig(
             plan_ngpus=self.unit or num_ranks, runtime_ngpus=num_ranks, use_end2end=True, pas_config=options, **self.fields
         )
@@ -75,17 +79,28 @@ class Case:
 
 
 BLOCKS = ("blocks.*",)
+EVEN = {2: ("blocks.2",), 4: ("blocks.1", "blocks.2", "blocks.3")}
+UNEVEN = {2: ("blocks.1",), 4: ("blocks.0", "blocks.1", "blocks.2")}
+"""By the number of ranks, where stages begin."""
+
 CASES = [
     Case("dp", "dp", unit=1),
     Case("dp, async reducer", "dp", unit=1, fields={"use_async_reducer": True}),
     Case("dp, recompute", "dp", unit=1, recompute=BLOCKS),
+    Case("dp, 4 microbatches", "dp", unit=1, num_microbatches=4),
+    Case("dp, ZeRO-1", "dp", unit=1, fields={"use_zero": 1}),
+    Case("dp, ZeRO-2, 2 microbatches", "dp", unit=1, num_microbatches=2, fields={"use_zero": 2}),
+    Case("dp, ZeRO-3", "dp", unit=1, fields={"use_zero": 3}),
     Case("data", "data"),
     Case("tp", "tp"),
     Case("tp, recompute", "tp", recompute=BLOCKS),
+    Case("tp, 4 microbatches", "tp", num_microbatches=4),
     Case("pp, 1F1B, 2 microbatches", "pp", num_microbatches=2),
+    Case("pp, 1F1B, 4 microbatches", "pp", num_microbatches=4),
     Case("pp, 1F1B, 8 microbatches", "pp", num_microbatches=8),
     Case("pp, GPipe, 4 microbatches", "pp", num_microbatches=4, options={"schedule": "gpipe"}),
-    Case("pp, 1F1B, 4, recompute", "pp", num_microbatches=4, options={"stage_starts": ("blocks.2",)}, recompute=BLOCKS),
+    Case("pp, interleaved, 4", "pp", num_microbatches=4, options={"schedule": "1f1b_interleaved", "chunks": 2}),
+    Case("pp, ZB-H1, 4", "pp", num_microbatches=4, options={"schedule": "zb_h1"}),
 ]
 FOUR = [
     Case("tp in pairs, 2 units", "tp", unit=2),
@@ -94,7 +109,13 @@ FOUR = [
 
 
 def cases(num_ranks: int) -> list[Case]:
-    return CASES + (FOUR if num_ranks == 4 else [])
+    """The plans for 2 or 4 ranks."""
+    uneven, even = ({"stage_starts": starts[num_ranks]} for starts in (UNEVEN, EVEN))
+    placed = [
+        Case("pp, 1F1B, 4, uneven", "pp", num_microbatches=4, options=uneven),
+        Case("pp, 1F1B, 4, recompute", "pp", num_microbatches=4, options=even, recompute=BLOCKS),
+    ]
+    return CASES + placed + (FOUR if num_ranks == 4 else [])
 
 
 def make_model() -> GPT:
@@ -107,7 +128,7 @@ def predicted(case: Case, num_ranks: int, hardware: Hardware) -> PlanCost:
     """The audit of a plan."""
     config = case.config(num_ranks)
     compiled = compile_graph(trace(make_model(), case.sample(num_ranks)), case.plan, config, policy_name=case.policy)
-    return audit(compiled.program, config, hardware)
+    return audit(compiled.program, config, hardware, num_microbatches=case.num_microbatches)
 
 
 def run_rank(folder: Path, num_rounds: int) -> None:

@@ -185,6 +185,9 @@ def _add_machine(parser: argparse.ArgumentParser, *, html: bool = True) -> None:
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     _add_machine(parser)
+    parser.add_argument(
+        "--microbatches", type=int, metavar="N", help="samples of a step, added up (default: the schedule's, 1 without stages)"
+    )
     parser.add_argument("--json", action="store_true", help="print the cost as JSON")
 
 
@@ -196,7 +199,7 @@ def _simulate(options: argparse.Namespace) -> int:
     with in_dtype(module, read_dtype(options.dtype)):
         graph = trace(module, dummy_args, dynamic_dims=config.dim_symbols())
     compiled = compile_graph(graph, policy.apply, config, policy_name=policy.name)
-    cost = audit(compiled.program, config, hardware)
+    cost = audit(compiled.program, config, hardware, num_microbatches=options.microbatches)
     if options.html is not None:
         text = page(graph.name, compiled.plan, cost, hardware, num_units=config.num_units)
         write_file(options.html, text.encode())

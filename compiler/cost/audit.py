@@ -1,7 +1,8 @@
 """What a plan costs, from the program that is really emitted.
 
-Without stages the time is a sum: operators, adapters (which block), the reduction of gradients and the optimizer's pass. That
-is what planners minimise, to the last term. With ``use_async_reducer`` the reduction runs beside the backward
+Without stages the time is a sum: operators, adapters (which block), as often as there are microbatches, the reduction of
+gradients and the optimizer's pass. That is what planners minimise, to the last term. With ``use_async_reducer`` the reduction
+runs beside the last backward
 (:mod:`~shardwright.compiler.cost.reduction`). A pipeline is its schedule, simulated with the times of its stages and messages
 (:mod:`~shardwright.compiler.cost.pipeline_time`).
 """
@@ -33,15 +34,17 @@ def audit(
     *,
     optimizer: OptimizerMemory = ADAM,
     times: OperatorTimes | None = None,
+    num_microbatches: int | None = None,
 ) -> PlanCost:
-    """The cost of one step of a lowered program: of one microbatch without stages, and of those of the schedule with them; with
-    ``inference_only`` of one forward.
+    """The cost of one step of a lowered program; with ``inference_only`` of one forward of each microbatch.
 
-    ``optimizer``: what it keeps, and so moves. ``times``: measured times of operators. The ranks of the job are the first
-    devices of ``hardware``, unit after unit.
+    ``optimizer``: what it keeps, and so moves. ``times``: measured times of operators. ``num_microbatches``: the samples of a
+    step whose gradients are added up (default: those of the plan's schedule, 1 without stages). The ranks of the job are the
+    first devices of ``hardware``, unit after unit.
 
     Raises:
-        ConfigError: the hardware has fewer devices than ``config.runtime_ngpus``, or no rate for a dtype.
+        ConfigError: the hardware has fewer devices than ``config.runtime_ngpus``, or no rate for a dtype; or another number of
+            microbatches than that of the schedule.
     """
     if hardware.num_devices < config.runtime_ngpus:
         raise ConfigError(
@@ -50,8 +53,24 @@ def audit(
             hint=f"load_hardware(..., num_devices={config.runtime_ngpus})",
         )
     programs = program.programs if isinstance(program, PipelineProgram) else (program,)
-    cost = _audit(program, config, hardware, optimizer, times)
+    count = _checked_count(program, num_microbatches)
+    cost = _audit(program, config, hardware, optimizer, times, count)
     return replace(cost, extrapolated=extrapolated(programs, hardware, times))
+
+
+def _checked_count(program: Program | PipelineProgram, num_microbatches: int | None) -> int:
+    planned = program.plan.num_microbatches if isinstance(program, PipelineProgram) else None
+    if num_microbatches is None:
+        return planned or 1
+    if num_microbatches < 1:
+        raise ConfigError(f"a step has at least one microbatch, not {num_microbatches}")
+    if planned not in (None, num_microbatches):
+        raise ConfigError(
+            f"a step of {num_microbatches} microbatches is not what this plan's schedule runs",
+            why=f"it is made for {planned}",
+            hint="leave num_microbatches out, or plan for another number",
+        )
+    return num_microbatches
 
 
 def _audit(
@@ -60,17 +79,22 @@ def _audit(
     hardware: Hardware,
     optimizer: OptimizerMemory,
     times: OperatorTimes | None,
+    num_microbatches: int,
 ) -> PlanCost:
     if isinstance(program, PipelineProgram):
         memory = pipeline_memory(program, config, optimizer)
         return pipeline_cost(program, config, hardware, optimizer, times, memory)
     body = body_time(program, hardware, tuple(range(config.plan_ngpus)), times, trains=not config.inference_only)
-    reduction = Reduction.of(program.declarations, program.plan.storage_mesh, config, hardware, optimizer)
-    activities, step_s = _timeline(body, reduction, config, program, hardware)
-    comm_s = {**body.comm_s, **({reduction.name: reduction.total_s} if reduction.total_s else {})}
-    compute_s = body.compute_s + reduction.optimizer_s
-    idle_s = max(0.0, step_s - compute_s - sum(body.comm_s.values()))
-    memory_of = program_memory(program, config, optimizer)
+    reduction = Reduction.of(
+        program.declarations, program.plan.storage_mesh, config, hardware, optimizer, num_microbatches=num_microbatches
+    )
+    activities, step_s = _timeline(body, reduction, config, program, num_microbatches)
+    comm_s = {name: num_microbatches * seconds for name, seconds in body.comm_s.items()}
+    inside_s = sum(comm_s.values())
+    comm_s |= {reduction.name: reduction.total_s} if reduction.total_s else {}
+    compute_s = num_microbatches * body.compute_s + reduction.optimizer_s
+    idle_s = max(0.0, step_s - compute_s - inside_s)
+    memory_of = program_memory(program, config, optimizer, num_microbatches=num_microbatches)
     ranks = range(config.plan_ngpus)
     blocking = not config.use_async_reducer
     return PlanCost(
@@ -83,21 +107,26 @@ def _audit(
 
 
 def _timeline(
-    body: BodyTime, reduction: Reduction, config: ComputeConfig, program: Program, hardware: Hardware
+    body: BodyTime, reduction: Reduction, config: ComputeConfig, program: Program, num_microbatches: int
 ) -> tuple[tuple[Activity, ...], float]:
     """The parts of the step on rank 0, and its end."""
+    parts: list[Activity] = []
+    end = 0.0
+    for index in range(num_microbatches):
+        start, end = end, end + body.forward_s
+        parts.append(Activity(0, "forward", start, end))
+        if config.inference_only:
+            continue
+        if config.use_async_reducer and index == num_microbatches - 1:
+            parts += [Activity(0, name, *span) for name, *span in overlapped(program, body, reduction, end)]
+            end = max(activity.end_s for activity in parts)
+        else:
+            start, end = end, end + body.backward_s
+            parts.append(Activity(0, "backward", start, end))
     if config.inference_only:
-        return (Activity(0, "forward", 0.0, body.forward_s),), body.forward_s
-    parts = [Activity(0, "forward", 0.0, body.forward_s)]
-    if config.use_async_reducer:
-        streams = overlapped(program, body, reduction, hardware)
-        parts += [Activity(0, name, start, end) for name, start, end in streams]
-        end = max(activity.end_s for activity in parts)
-    else:
-        end = body.forward_s + body.backward_s
-        parts.append(Activity(0, "backward", body.forward_s, end))
-        if reduction.total_s:
-            parts.append(Activity(0, "reduce gradients", end, end + reduction.total_s))
-            end += reduction.total_s
+        return tuple(parts), end
+    if reduction.total_s and not config.use_async_reducer:
+        parts.append(Activity(0, "reduce gradients", end, end + reduction.total_s))
+        end += reduction.total_s
     parts.append(Activity(0, "optimizer step", end, end + reduction.optimizer_s))
     return tuple(parts), end + reduction.optimizer_s

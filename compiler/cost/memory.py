@@ -122,16 +122,37 @@ class RankMemory:
 
 
 def program_memory(
-    program: Program, config: ComputeConfig, optimizer: OptimizerMemory = ADAM, *, trains: bool = True
+    program: Program,
+    config: ComputeConfig,
+    optimizer: OptimizerMemory = ADAM,
+    *,
+    trains: bool = True,
+    num_microbatches: int = 1,
 ) -> RankMemory:
-    """The memory of rank 0 of a program without stages, in one step of one microbatch; ``trains`` is false for inference."""
+    """The memory of rank 0 of a program without stages, in one step of ``num_microbatches``, whose samples are all there;
+    ``trains`` is false for inference.
+
+    The second microbatch finds the gradients of the first, and its result; those after it only more results.
+    """
     trains = trains and not config.inference_only
     books = _Books(program.plan.storage_mesh, config, optimizer, trains)
-    sources = books.place(program.declarations, _input_forms(program, books.footprints))
-    body = BodyMemory(program, books.footprints, books.ledger, sources, books.arrive, trains=trains)
-    body.forward()
+    inputs = _input_forms(program, books.footprints)
+    sources = books.place(program.declarations, inputs)
+    more = sum(form.num_bytes for form in inputs.values()) * (num_microbatches - 1)
+    books.ledger.hold(books.ledger.new(more, "input"))
+    books.ledger.restart()
+    earlier = min(num_microbatches - 1, 1)
+    for index in range(earlier + 1):
+        books.accumulates = index > 0
+        body = BodyMemory(program, books.footprints, books.ledger, sources, books.arrive, trains=trains)
+        body.forward()
+        if trains:
+            body.backward(books.roots(program, body))
+        if index < earlier:
+            results = sum(books.ledger.size(storage) for storage in set(body.outputs))
+            body.finish()
+            books.ledger.hold(books.ledger.new((num_microbatches - 1) * results, "activation"))
     if trains:
-        body.backward(books.roots(program, body))
         books.step(program.declarations)
     body.finish()
     return _rank_memory(0, books.ledger.peak, body.inexact)

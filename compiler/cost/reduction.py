@@ -52,9 +52,12 @@ class Reduction:
         optimizer: OptimizerMemory,
         ranks: tuple[int, ...] | None = None,
         shared: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
+        *,
+        num_microbatches: int = 1,
     ) -> Reduction:
         """``mesh``: on which tensors are stored. ``ranks``: the unit ranks of the mesh of operators (default: all of the
-        unit). ``shared``: by FQN of a parameter that other stages hold too, their ranks.
+        unit). ``shared``: by FQN of a parameter that other stages hold too, their ranks. ``num_microbatches``: backwards of a
+        step; with ZeRO-2 each of them is reduced.
         """
         on = tuple(range(config.plan_ngpus)) if ranks is None else ranks
         cap = config.reducer_bucket_cap_mb
@@ -83,7 +86,7 @@ class Reduction:
                     unit_size=config.plan_ngpus * pieces,
                     bucket_bytes=bucket_bytes, collective=collective, elsewhere=others,
                 )
-                for collective in _collectives(config)
+                for collective in _collectives(config, num_microbatches)
             )  # fmt: skip
             step_s += update_s(declaration, mesh, config, hardware, optimizer)
         return cls(seconds, sizes, axes, step_s, bucket_bytes)
@@ -103,15 +106,17 @@ def update_s(
     return optimizer_s(elements, value.dtype.itemsize, optimizer.kept_bytes, hardware)
 
 
-def _collectives(config: ComputeConfig) -> tuple[str, ...]:
+def _collectives(config: ComputeConfig, num_microbatches: int) -> tuple[str, ...]:
+    """What a gradient goes through in a step, one after the other."""
     if config.use_zero not in (1, 2):  # stage 3 is adapters
         return ("all_reduce",)
-    scatters = config.zero_use_reduce_scatter or config.use_zero == 2
-    return ("reduce_scatter" if scatters else "all_reduce", "all_gather")
+    if config.use_zero == 2:
+        return (*["reduce_scatter"] * num_microbatches, "all_gather")
+    return ("reduce_scatter" if config.zero_use_reduce_scatter else "all_reduce", "all_gather")
 
 
-def overlapped(program: Program, body: BodyTime, reduction: Reduction, hardware: Hardware) -> list[tuple[str, float, float]]:
-    """Backward and reductions side by side: ``(name, start, end)``, the backward first.
+def overlapped(program: Program, body: BodyTime, reduction: Reduction, start_s: float) -> list[tuple[str, float, float]]:
+    """The last backward, from ``start_s`` on, and the reductions beside it: ``(name, start, end)``, the backward first.
 
     One stream computes, adapters included; the other sums buckets in order, each as soon as its gradients are there. What uses
     the axes of a reduction under way waits for it, and the other way round: one message at a time on a link.
@@ -120,7 +125,7 @@ def overlapped(program: Program, body: BodyTime, reduction: Reduction, hardware:
     buckets = _buckets(program, reduction)
     complete = {name: first_reader.get(name, len(body.instructions)) for names in buckets for name in names}
     waiting = list(buckets)
-    start = now = body.forward_s
+    now = start_s
     again = body.recomputed_s / max(1, len(body.instructions))
     free = now
     spans: list[tuple[str, float, float]] = []
@@ -146,7 +151,7 @@ def overlapped(program: Program, body: BodyTime, reduction: Reduction, hardware:
     backward_end = now
     while waiting:
         begin(now)
-    return [("backward", start, backward_end), *spans]
+    return [("backward", start_s, backward_end), *spans]
 
 
 def _first_readers(program: Program) -> dict[str, int]:

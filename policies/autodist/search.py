@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from shardwright.compiler.cost.audit import audit
-from shardwright.compiler.cost.body_time import body_time
 from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.memory import ADAM, OptimizerMemory
 from shardwright.compiler.cost.operators import OperatorTimes
@@ -355,11 +354,10 @@ class Search:
             graph = mark_recompute(graph, plan.recompute, stage_of_ops(graph, plan) if plan.stages else {})
         if plan.stages:
             return audit(lower_stages(graph, plan), self.config, self.hardware, optimizer=self.optimizer, times=self.times)
-        program = lower(graph, plan)
-        cost = audit(program, self.config, self.hardware, optimizer=self.optimizer, times=self.times)
-        body = body_time(program, self.hardware, tuple(range(plan.mesh.size)), self.times)
-        # The audit is of one microbatch; the others only add to the gradients.
-        return replace(cost, step_s=cost.step_s + (self.space.num_microbatches - 1) * (body.forward_s + body.backward_s))
+        return audit(
+            lower(graph, plan), self.config, self.hardware,
+            optimizer=self.optimizer, times=self.times, num_microbatches=self.space.num_microbatches,
+        )  # fmt: skip
 
 
 def _title(num_positions: int, mesh: Mesh) -> str:

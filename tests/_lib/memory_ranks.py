@@ -19,7 +19,12 @@ from shardwright.runtime.threads import run_ranks
 
 
 def measured_peaks(
-    directory: Path, compiled: Compiled, module: nn.Module, inputs: Mapping[str, Any], config: ComputeConfig
+    directory: Path,
+    compiled: Compiled,
+    module: nn.Module,
+    inputs: Mapping[str, Any],
+    config: ComputeConfig,
+    num_microbatches: int | None = None,
 ) -> list[int]:
     """The most bytes that live at once on each rank, in a step with Adam that is not the first: the least of several steps, as
     messages between threads are alive for longer or shorter.
@@ -30,7 +35,7 @@ def measured_peaks(
         part = load_class(directory)()
         with LiveBytes() as live:
             optimizer = build_optimizer(part, torch.optim.Adam, config)
-            samples = [dict(inputs) for _ in range(compiled.plan.num_microbatches)]
+            samples = [dict(inputs) for _ in range(num_microbatches or compiled.plan.num_microbatches)]
             samples = [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()} for s in samples]
             live.watch([*part.parameters(), *part.buffers()])
             peaks = []

@@ -180,3 +180,36 @@ def test_too_few_devices() -> None:
     assert str(caught.value) == (
         "16 ranks do not fit on hardware 'toy'\n  why:   it has 8 device(s)\n  try:   load_hardware(..., num_devices=16)"
     )
+
+
+def test_a_step_is_all_its_microbatches() -> None:
+    """Forward and backward as often as there are samples, one reduction (with ZeRO-2 one each), one pass of the optimizer."""
+    found, config = compiled("dp", 1, 2)
+    one, four = (audit(found.program, config, HARDWARE, num_microbatches=number) for number in (1, 4))
+    forward, backward = (part.end_s - part.start_s for part in one.timeline[:2])
+    assert four.step_s == pytest.approx(one.step_s + 3 * (forward + backward))
+    assert four.timeline[-1].end_s == pytest.approx(four.step_s)
+    assert [part.name for part in four.timeline] == ["forward", "backward"] * 4 + ["reduce gradients", "optimizer step"]
+    assert four.communication_s == pytest.approx(one.communication_s)
+    split = replace(config, use_zero=2)
+    once, often = (audit(found.program, split, HARDWARE, num_microbatches=number).communication_s for number in (1, 4))
+    assert once < often < 4 * once  # the gathering of updates comes once
+
+
+def test_a_last_backward_hides_the_reduction() -> None:
+    found, config = compiled("dp", 1, 2, reducer_bucket_cap_mb=0.01, use_async_reducer=True)
+    one, four = (audit(found.program, config, HARDWARE, num_microbatches=number) for number in (1, 4))
+    forward, backward = (part.end_s - part.start_s for part in one.timeline[:2])
+    assert four.step_s == pytest.approx(one.step_s + 3 * (forward + backward))
+
+
+def test_a_schedule_fixes_the_number_of_microbatches() -> None:
+    found, config = compiled("pp", 2, pas_config={"num_microbatches": 4})
+    assert audit(found.program, config, HARDWARE, num_microbatches=4) == audit(found.program, config, HARDWARE)
+    with pytest.raises(ConfigError) as error:
+        audit(found.program, config, HARDWARE, num_microbatches=8)
+    assert str(error.value) == (
+        "a step of 8 microbatches is not what this plan's schedule runs\n"
+        "  why:   it is made for 4\n"
+        "  hint:  leave num_microbatches out, or plan for another number"
+    )

@@ -79,6 +79,18 @@ def test_peaks_are_those_measured(case: Any, tmp_path: Path) -> None:
         assert found.peak_bytes == pytest.approx(measured, rel=0.05), f"rank {index}: {found}"
 
 
+@pytest.mark.parametrize(("policy", "plan", "runtime", "zero"), [("tp", 2, 2, 0), ("dp", 1, 2, 0), ("dp", 1, 2, 2)])
+def test_several_microbatches_hold_gradients_and_samples(
+    policy: str, plan: int, runtime: int, zero: int, tmp_path: Path
+) -> None:
+    model, inputs, compiled, config = compiled_case("gpt2", policy, plan, runtime, {})
+    config = replace(config, use_zero=zero)
+    compiled = compile_graph(traced(model, inputs), find_policy(policy).apply, config, policy_name=policy)
+    found = program_memory(compiled.program, config, DOUBLE_ADAM, num_microbatches=3)  # type: ignore[arg-type]
+    for measured in measured_peaks(tmp_path, compiled, model, inputs, config, 3):
+        assert found.peak_bytes == pytest.approx(measured, rel=0.05)
+
+
 def test_recomputing_and_splitting_hold_less() -> None:
     def peak(*case: Any) -> int:
         _, _, compiled, config = compiled_case(*case)

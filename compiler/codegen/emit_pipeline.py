@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from shardwright.compiler.codegen.body import BodyWriter, axis_lines, used_symbols
 from shardwright.compiler.codegen.comments import legend
-from shardwright.compiler.codegen.emit import Origin, Writer, axis_lines, sample_arguments, template_named, used_symbols
+from shardwright.compiler.codegen.emit import Origin, input_rows, sample_arguments, template_named
 from shardwright.compiler.codegen.imports import sorted_imports
 from shardwright.compiler.codegen.names import Scope
 from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, wrap
@@ -88,7 +89,7 @@ def wrap_actions(text: str, width: int = 104) -> list[str]:
 
 
 @dataclass
-class _PipelineWriter(Writer):
+class _PipelineWriter(BodyWriter):
     pipeline: PipelineProgram | None = None
     own: tuple[int, ...] = ()
 
@@ -111,7 +112,7 @@ class _PipelineWriter(Writer):
             "schedule": plan.schedule,
             "num_microbatches": plan.num_microbatches,
             "class_name": program.graph.name,
-            "inputs": self._whole_inputs(),
+            "inputs": input_rows(program.graph),
             "arguments": tuple_text(f'"{name}"' for name in sample_arguments(program.graph)),
             "sizes": tuple_text(f'"{symbol}"' for symbol in _symbols(program)) if _symbols(program) else "",
             "size_methods": [lines for body, p in named for lines in self._size_methods(p, body)],
@@ -127,11 +128,6 @@ class _PipelineWriter(Writer):
             "gathers_weights": self._gathers_weights(),
             "zero": plan.zero,
         }
-
-    def _whole_inputs(self) -> list[tuple[str, str]]:
-        """The table of all inputs of a sample, those of other stages too: every rank checks what it is given."""
-        assert self.pipeline is not None
-        return self._inputs_of(self.pipeline.graph)
 
     def _stage_lines(self, pipeline: PipelineProgram, index: int, name: str) -> list[str]:
         program, stage = pipeline.programs[index], pipeline.stages[index]

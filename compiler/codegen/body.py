@@ -1,0 +1,322 @@
+"""Write the statements of a program: operators, adapters, buffer updates, and repeated layers as methods.
+
+One statement per operator, names from the user's own, adapters named by what they do, trailing comments with layout, module
+path and source line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+from shardwright.compiler.codegen.comments import describe
+from shardwright.compiler.codegen.literals import named, source, unraw
+from shardwright.compiler.codegen.names import MODULE_ATTRIBUTES, Scope, attribute_path
+from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, names_read, wrap
+from shardwright.compiler.ir.graph import Tree
+from shardwright.compiler.ir.identifier import identifier
+from shardwright.compiler.ir.op import leaves
+from shardwright.compiler.ir.size import to_python
+from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.ops import registry
+from shardwright.compiler.ops.render import argument_source, call_source, imports_of
+from shardwright.compiler.plan.blocks import Run, Update, container_path, gathered_until, group_blocks, size_symbols
+from shardwright.compiler.plan.conversion import CutSizes
+from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Instruction, Program
+
+RUNTIME_IMPORTS = {
+    "Mesh": "from shardwright.runtime.layout import Mesh",
+    "Cut": "from shardwright.runtime.layout import Cut",
+    "ParallelModule": "from shardwright.runtime.module import ParallelModule",
+    "ABSENT": "from shardwright.runtime.inputs import ABSENT",
+    "flatten": "from shardwright.runtime.structure import flatten",
+    "recompute": "from shardwright.runtime.recompute import recompute",
+    "rebuild": "from shardwright.runtime.structure import rebuild",
+}
+RESERVED = {"self", "torch", "F", "math", "block", "layer", *RUNTIME_IMPORTS}
+
+
+@dataclass
+class _Method:
+    """A repeated block as a method: its text, and its name."""
+
+    name: str
+    lines: list[str]
+    takes_layer: bool = False  # it names random draws after the number of the layer
+
+
+@dataclass
+class BodyWriter:
+    """What the files of plans with and without pipeline stages have in common. Collects what they must import."""
+
+    program: Program
+    imports: set[str] = field(default_factory=set)
+    methods: dict[Any, _Method] = field(default_factory=dict)
+    _imported: set[str] | None = None
+    _container: str = ""  # the path of the module whose method is being written
+    _train_only: set[str] = field(default_factory=set)
+
+    def _need(self, *names: str) -> None:
+        self.imports |= {RUNTIME_IMPORTS[name] for name in names}
+
+    def _programs(self) -> list[Program]:
+        """Every program whose body stands in the file."""
+        return [self.program, *([self.program.eval_program] if self.program.eval_program else [])]
+
+    def _gathers_weights(self) -> bool:
+        return any(adapter.gathers_weight for program in self._programs() for adapter in program.adapters())
+
+    def _reserved(self, program: Program) -> set[str]:
+        """Names that no variable may take: those of axes, and of everything the file imports."""
+        if self._imported is None:
+            self._imported = set()
+            for instruction in (instruction for program in self._programs() for instruction in program.body):
+                if isinstance(instruction, Adapt):
+                    self._imported.add(instruction.step.kind)
+                else:
+                    self._imported |= {re.split(r"[ .]", statement)[-1] for statement in imports_of(instruction.op)}
+                    self._imported |= {re.split(r"[ .]", statement)[1] for statement in imports_of(instruction.op)}
+        return RESERVED | self._imported | set(program.plan.storage_mesh.names)
+
+    def _declaration_lines(self, declarations: Iterable[Declaration]) -> list[str]:
+        lines = []
+        for declaration in declarations:
+            value = declaration.value
+            name = value.fqn or value.name
+            words = [source(name), f'"{declaration.layout}"', str(value.dtype)]
+            if value.kind is ValueKind.PARAMETER and not value.requires_grad:
+                words.append("requires_grad=False")
+            if value.kind is ValueKind.BUFFER and not value.persistent:
+                words.append("persistent=False")
+            if value.aliases:
+                words.append(f"aliases={source(value.aliases)}")
+            method = {ValueKind.PARAMETER: "parameter", ValueKind.BUFFER: "buffer"}.get(value.kind, "constant")
+            lines += wrap(f"self.{method}({', '.join(words)})", WIDTH - 8)
+        return lines
+
+    # -------------------------------------------------------------------------------------------------- statements
+
+    def _statements(self, program: Program, scope: Scope) -> list[Line]:
+        """The operators, adapters and buffer updates of a program; repeated blocks become methods."""
+        body: list[Line] = []
+        items = group_blocks(program)
+        instances: dict[Any, list[Run]] = {}
+        for item in items:
+            if isinstance(item, Run):
+                instances.setdefault(item.key, []).append(item)
+        over = gathered_until(items, _held_at_the_end(program))
+        for position, item in enumerate(items):
+            if isinstance(item, Run):
+                body += self._call_block(item, instances[item.key], scope, program)
+            else:
+                body.append(self._line(item, scope, program))
+            body += self._drop(over.get(position, ()), scope)
+        done = {before.name for item in items if isinstance(item, Run) for before, _ in item.updates}
+        return body + [self._update(pair, scope) for pair in program.buffer_updates if pair[0].name not in done]
+
+    def _drop(self, weights: Iterable[IRValue], scope: Scope) -> list[Line]:
+        """Let go of weights that were gathered."""
+        lines = []
+        for value in weights:
+            guards = ("if self.training",) if value.name in self._train_only else ()
+            lines.append(Line(f"del {scope.name(value)}", guards=guards))
+        return lines
+
+    def _update(self, update: Update, scope: Scope) -> Line:
+        """Give a buffer its new value."""
+        before, after = update
+        name = unraw(source(named(before.fqn, scope.block)))
+        guards = ("if self.training",) if after.name in self._train_only else ()
+        return Line(f"self.update_buffer({name}, {scope.name(after)})", guards=guards)
+
+    def _line(self, instruction: Instruction, scope: Scope, program: Program) -> Line:
+        if isinstance(instruction, Adapt):
+            return self._adapter_line(instruction, scope)
+        return self._compute_line(instruction, scope, program)
+
+    def _compute_line(self, instruction: Compute, scope: Scope, program: Program) -> Line:
+        op = instruction.op
+        self.imports |= imports_of(op)
+        code = call_source(op.map_args(lambda leaf: named(leaf, scope.block, identifier)), scope.name, to_python)
+        code = unraw(code)
+        for value in op.results:
+            scope.define(value)
+        targets = ", ".join(scope.name(value) for value in op.results)
+        guards = []
+        if op.only_in == "train":
+            self._train_only |= {value.name for value in op.results}
+            guards.append("if self.training")
+        if not op.grad_enabled:
+            guards.append("with torch.no_grad()")
+        if op.autocast is not None:
+            guards.append(f"with torch.autocast(self.device.type, dtype={op.autocast})")
+        return Line(f"{targets} = {code}", self._comment(instruction, program), tuple(guards))
+
+    def _comment(self, instruction: Compute, program: Program) -> str:
+        original = instruction.original
+        texts = [describe(v, l, program.graph.dims) for v, l in zip(original.results, instruction.layouts, strict=True)]
+        alike = len(texts) > 1 and len(set(texts)) == 1
+        layout = f"each {texts[0]}" if alike else " ".join(texts)
+        source = f"{PurePath(original.source.file).name}:{original.source.line}" if original.source else ""
+        path = original.module_path.removeprefix(self._container).lstrip(".")
+        return "  ".join(word for word in (layout, path, source) if word)
+
+    def _adapter_line(self, instruction: Adapt, scope: Scope) -> Line:
+        step = instruction.step
+        function, default = step.kind, _DEFAULT_BACKWARD.get(step.kind)
+        if instruction.gathers_weight:
+            function, default = "self.gathered", "reduce_scatter"
+        else:
+            self.imports.add(f"from shardwright.runtime.adapters import {step.kind}")
+        words = [scope.name(instruction.value), step.axis]
+        if step.dim is not None:
+            words.append(str(step.dim) if step.kind == "all_to_all" else f"dim={step.dim}")
+        if step.kind == "all_to_all":
+            assert step.cut is not None and step.to_cut is not None
+            words += [self._cut(step.cut), str(step.to_dim), self._cut(step.to_cut)]
+        elif step.cut is not None and not _is_plain(step.cut, self.program.plan.storage_mesh.axis_size(step.axis), step.kind):
+            words.append(f"cut={self._cut(step.cut)}")
+        if step.backward not in (None, default):
+            words.append(f'backward="{step.backward}"')
+        scope.define(instruction.result)
+        comment = f"{step.axis}: {step.transition}"
+        guards: tuple[str, ...] = ()
+        if instruction.value.name in self._train_only:
+            self._train_only.add(instruction.result.name)
+            guards = ("if self.training",)
+        return Line(f"{scope.name(instruction.result)} = {function}({', '.join(words)})", comment, guards)
+
+    def _cut(self, cut: CutSizes) -> str:
+        self._need("Cut")
+        segments = ", ".join(to_python(size) for size in cut.segments)
+        words = [f"({segments}{',' if len(cut.segments) == 1 else ''})"]
+        if cut.outer != 1 or cut.inner != 1:
+            words.append(to_python(cut.outer))
+        if cut.inner != 1:
+            words.append(to_python(cut.inner))
+        return f"Cut({', '.join(words)})"
+
+    # ------------------------------------------------------------------------------------------------------- blocks
+
+    def _call_block(self, run: Run, instances: list[Run], scope: Scope, program: Program) -> list[Line]:
+        method = self.methods.get(run.key) or self._write_method(instances, program)
+        arguments = [attribute_path(container_path(run.container))] if run.container else []
+        arguments += [str(run.container[1])] if run.container and method.takes_layer else []
+        arguments += [scope.name(value) for value in run.inputs] + list(run.symbols)
+        call = f"self.{method.name}({', '.join(arguments)})"
+        if run.recompute:
+            self._need("recompute")
+            call = f"recompute({', '.join([f'self.{method.name}', *arguments, 'rng=self.rng'])})"
+        for value in run.outputs:
+            scope.define(value)
+        targets = ", ".join(scope.name(value) for value in run.outputs)
+        return [Line(f"{targets} = {call}" if targets else call)]
+
+    def _write_method(self, instances: list[Run], program: Program) -> _Method:
+        """The method for runs that are alike, written from the first of them."""
+        run = instances[0]
+        container = container_path(run.container)
+        base = f"{identifier(run.container[0]) if run.container and run.container[0] else 'inner'}_block"
+        taken = {method.name for method in self.methods.values()} | MODULE_ATTRIBUTES
+        taken |= {(d.value.fqn or d.value.name).partition(".")[0] for p in self._programs() for d in p.declarations}
+        name = next(n for n in itertools.chain([base], (f"{base}_{i}" for i in itertools.count(2))) if n not in taken)
+        scope = Scope(self._reserved(program) | set(run.symbols))
+        scope.strip = f"{identifier(container)}_" if container else ""
+        scope.block = run.container
+        for value, wish in zip(run.inputs, _input_names(instances), strict=True):
+            scope.define(value, wish)
+        inputs = [scope.name(value) for value in run.inputs]
+        self._container = container
+        over = gathered_until(run.instructions, run.outputs)
+        lines = []
+        for position, instruction in enumerate(run.instructions):
+            lines.append(self._line(instruction, scope, program))
+            lines += self._drop(over.get(position, ()), scope)
+        lines += [self._update(update, scope) for update in run.updates]
+        self._container = ""
+        outputs = (
+            f"{scope.name(v)} if self.training else None" if v.name in self._train_only else scope.name(v) for v in run.outputs
+        )
+        lines.append(Line(f"return {', '.join(outputs)}"))
+        takes_layer = any("{layer}" in line.code for line in lines)
+        words = ["self", *(["block"] if run.container else []), *(["layer"] if takes_layer else []), *inputs, *run.symbols]
+        text = [f"    {line}" for line in wrap(f"def {name}({', '.join(words)}):", WIDTH - 4)]
+        if run.container:
+            number = ", number ``layer``" if takes_layer else ""
+            text.append(f'        """``block`` is one of ``{run.container[0] or "self"}``{number}."""')
+        text += layout_lines([*axis_lines(lines, program.plan.storage_mesh.names), *lines], 8)
+        self.methods[run.key] = _Method(name, text, takes_layer)
+        return self.methods[run.key]
+
+    # ------------------------------------------------------------------------------------------------------- output
+
+    def _output(self, tree: Tree, scope: Scope) -> str:
+        if tree.kind == "leaf":
+            return argument_source(tree.value, scope.name, to_python)
+        parts = [(key, self._output(child, scope)) for key, child in tree.children]
+        if tree.kind == "dict":
+            return "{" + ", ".join(f"{key!r}: {text}" for key, text in parts).replace("'", '"') + "}"
+        if tree.kind in ("tuple", "list"):
+            text = ", ".join(text for _, text in parts)
+            return f"[{text}]" if tree.kind == "list" else f"({text}{',' if len(parts) == 1 else ''})"
+        self._need("rebuild")
+        fields = ", ".join(f'"{key}": {text}' if isinstance(key, str) else f"{key}: {text}" for key, text in parts)
+        return f'rebuild("{tree.type_path}", {{{fields}}})'
+
+
+_DEFAULT_BACKWARD = {"all_reduce": "identity", "keep_one": "identity"}
+
+
+def _input_names(instances: list[Run]) -> list[str]:
+    """What a method calls its inputs: the first run's words for what all share, the second's for what one run makes for the
+    next (the first run's input comes from before the layers).
+    """
+    names = []
+    for values in zip(*(run.inputs for run in instances), strict=True):
+        name = values[-1].name
+        container = instances[-2].container if len(instances) > 1 else None
+        if container is not None and values[0].name != name:
+            name = re.sub(r"_\d+$", "", name.removeprefix(f"{identifier(container_path(container))}_"))
+            name = name if registry.get(name) is None else "x"  # named after an operator, as the user gave it no name
+        names.append(name)
+    return names
+
+
+def axis_lines(lines: Iterable[Line], axes: tuple[str, ...]) -> list[Line]:
+    """``tp = self.axis("tp")`` for the axes that the lines use."""
+    names = {name for line in lines for name in names_read(line.code)}
+    return [Line(f'{axis} = self.axis("{axis}")') for axis in axes if axis in names]
+
+
+def _held_at_the_end(program: Program) -> list[IRValue]:
+    """What a body still needs after its last instruction."""
+    results = [value for _, value in program.output.leaves() if isinstance(value, IRValue)]
+    return results + [after for _, after in program.buffer_updates]
+
+
+def used_symbols(program: Program) -> set[str]:
+    """The names of dynamic sizes that the body speaks of."""
+    used: set[str] = set()
+    for instruction in program.body:
+        if isinstance(instruction, Adapt):
+            for cut in (instruction.step.cut, instruction.step.to_cut):
+                if cut is not None:
+                    for size in (*cut.segments, cut.outer, cut.inner):
+                        used |= size_symbols(size)
+            continue
+        for _, arg in instruction.op.args:
+            for leaf in leaves(arg):
+                if hasattr(leaf, "free_symbols"):
+                    used |= size_symbols(leaf)
+    return used
+
+
+def _is_plain(cut: CutSizes, num_pieces: int, kind: str) -> bool:
+    """Whether the adapter finds this cut by itself: even contiguous pieces, or one whole segment that is there to be cut."""
+    if cut.outer != 1 or len(cut.segments) != 1:
+        return False
+    return cut.segments[0] == num_pieces or (kind in ("narrow", "reduce_scatter") and cut.inner == 1)

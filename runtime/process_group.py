@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import inspect
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -25,23 +27,32 @@ _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 
 _holders: weakref.WeakSet[ProcessGroupTransport | ProcessMessages] = weakref.WeakSet()
 
+_WITH_DEFAULT_GROUPS = ("torch.distributed.nn.functional", "torch.distributed.optim.zero_redundancy_optimizer")
+"""Modules of torch whose functions have ``group=group.WORLD`` as a default argument: the default group of the moment at which
+they are imported, held from then on. Fake tensors and optimizers import torch._dynamo, and that imports them."""
 
 FREEING_S = 0.3
-"""How long the threads of gloo get to free what the last collectives used. They are done within microseconds once they run."""
+"""How long gloo's threads get to free what the last collectives used, where the user has not destroyed the groups and there is
+no waiting for the threads to end. They are done within microseconds once they run."""
 
 
 @atexit.register
 def _let_go() -> None:
-    """Drop the groups before the interpreter ends, so that one that the user has destroyed joins its threads now; and where
-    something else still holds it, let its threads free their tensors.
+    """Drop the process groups before the interpreter ends, so that those that the user has destroyed join their threads now.
 
-    A thread of gloo that frees a tensor later, while Python is being taken down, waits for the interpreter and is ended in the
-    middle of C++ code, which aborts the process ("terminate called without an active exception").
+    A thread of gloo frees the tensors of a collective after the collective is over. One that does so while Python is being
+    taken down waits for the interpreter and is ended in the middle of C++ code, which aborts the process ("terminate called
+    without an active exception").
     """
-    if _holders:
+    if _holders and dist.is_initialized():
         time.sleep(FREEING_S)
     for holder in tuple(_holders):
         holder.let_go()
+    for module in filter(None, map(sys.modules.get, _WITH_DEFAULT_GROUPS)):
+        for function in filter(inspect.isfunction, vars(module).values()):
+            defaults = function.__defaults__ or ()
+            if any(isinstance(default, dist.ProcessGroup) for default in defaults):
+                function.__defaults__ = tuple(None if isinstance(d, dist.ProcessGroup) else d for d in defaults)
 
 
 class ProcessGroupTransport:

@@ -1,0 +1,36 @@
+"""Process groups are gone when the interpreter ends: their threads must not free anything after that."""
+
+import subprocess
+import sys
+
+LEAVING = """
+import atexit
+from pathlib import Path
+
+@atexit.register  # before all others, so it runs after them
+def show_threads():
+    print(sorted((task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()))
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", init_method="file://{store}", rank=0, world_size=1)
+torch._subclasses.fake_tensor.FakeTensorMode()  # imports torch._dynamo, as tracing does
+
+from shardwright.runtime.process_group import ProcessGroupTransport, ProcessMessages
+from shardwright.runtime.world import current_world
+
+world = current_world()
+kept = ProcessGroupTransport(dist.group.WORLD), ProcessMessages(0, {{(0, 1): dist.group.WORLD}})
+kept[0].barrier()
+dist.destroy_process_group()
+show_threads()
+"""
+
+
+def test_no_thread_of_a_destroyed_group_sees_the_interpreter_end(tmp_path):
+    code = LEAVING.format(store=tmp_path / "store")
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    before, after = done.stdout.splitlines()
+    assert "pt_gloo_runloop" in before, "somebody holds the group up to here: else this shows nothing"
+    assert "gloo" not in after

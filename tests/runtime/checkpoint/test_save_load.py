@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import shardwright
-from shardwright.runtime.checkpoint import contents, regions
+from shardwright.runtime import regions
+from shardwright.runtime.checkpoint import contents
 from shardwright.runtime.checkpoint.holdings import Holdings
 from shardwright.runtime.checkpoint.index import Index
 from shardwright.runtime.checkpoint.tensor_files import MappedFiles

@@ -71,6 +71,11 @@ def parallelize(
     job = Job(f"compiling {_title(module_or_module_class)}", _exchange(world))
 
     def read_arguments() -> tuple[Order, BroadcastGenFilesStrategy]:
+        if isinstance(module_or_module_class, ParallelModule):
+            raise ConfigError(
+                f"{_title(module_or_module_class)} is a parallel module already",
+                hint="pass the module that it was compiled from",
+            )
         source = ModuleSource.of(module_or_module_class, module_fn)
         config = ComputeConfig.of(compute_config)
         policy = find_policy(pas_policy)

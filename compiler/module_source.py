@@ -70,6 +70,7 @@ class ModuleSource:
     def of(cls, given: Any, module_fn: Callable[[], nn.Module] | None) -> ModuleSource:
         """Read what ``parallelize`` was given; anything but a module or a module class is a :class:`ConfigError`."""
         if isinstance(given, nn.Module):
+            _refuse_wrapped(given)
             if module_fn is not None:
                 raise ConfigError(
                     "module_fn is for a module class",
@@ -103,6 +104,22 @@ class ModuleSource:
                 hint="the class given is the class of what module_fn returns",
             )
         return module
+
+
+def _refuse_wrapped(module: nn.Module) -> None:
+    """Raise :class:`ConfigError` for modules that something else made of the user's."""
+    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ConfigError(
+            f"parallelize was given a module inside {type(module).__name__}",
+            why="both would copy the module and reduce its gradients",
+            hint="pass the module inside, model.module; runtime_ngpus says how many copies there are",
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ConfigError(
+            "parallelize was given a TorchScript module",
+            why="a scripted module runs no Python, and tracing follows Python",
+            hint="pass the module as it was before torch.jit.script or torch.jit.trace",
+        )
 
 
 @contextmanager

@@ -91,6 +91,10 @@ class Communicator:
         self.name = name
         self.counters = counters
 
+    def __deepcopy__(self, memo: object) -> Communicator:
+        """Itself: a copy of a module talks over the same group."""
+        return self
+
     def named(self, name: str) -> Communicator:
         """The same group, counted under another name."""
         return Communicator(self.transport, self.ranks, self.index, name, self.counters)

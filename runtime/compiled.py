@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from copy import deepcopy
+from typing import Any, ClassVar, Self
 
 from torch import nn
 
 from shardwright.runtime.communicator import Communicator
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.declarations import Declaration
+from shardwright.runtime.errors import UsageError
 from shardwright.runtime.groups import RankMesh
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.ops.random import RngState
@@ -34,6 +36,25 @@ class CompiledModule(Scope):
     ranks: RankMesh
     rng: RngState
     reducer: Reducer | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy with tensors of its own on the same process groups, for averages of weights and the like.
+
+        As in every deep copy of a module parameters come without gradients. The optimizer stays with the original.
+        """
+        list(self.parameters())  # those that an optimizer still gathers arrive
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items() if name != "reducer"})
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: what is pickled would come back without the ranks it belongs to."""
+        raise UsageError(
+            f"{type(self).__name__} cannot be pickled",
+            why="it is one rank's part of a compiled module, and holds process groups",
+            hint="save its state_dict(), or all ranks together with shardwright.save_checkpoint",
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters; under ZeRO those of the optimizer's shards with them."""

@@ -32,7 +32,9 @@ def check_samples(owner: str, samples: Any, expected: int | None = None) -> None
         raise InputError(
             f"{owner} takes a list of samples, one per microbatch",
             why=f"it was given a {type(samples).__name__}",
-            hint="put a single sample into a list: [sample]",
+            hint="put a single sample into a list: [sample]"
+            if isinstance(samples, Tensor | Mapping | str)
+            else "put them into a list: list(samples)",
         )
     if expected is not None and len(samples) != expected:
         raise InputError(

@@ -145,6 +145,10 @@ class WeightGathering:
         self._latest: _Use | None = None
         self._is_forward = False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightGathering:
+        """For a copy of the module: what is whole or on its way belongs to the original."""
+        return WeightGathering()
+
     @contextmanager
     def forward(self, kind: Hashable) -> Iterator[None]:
         """Around a forward. ``kind`` tells those apart that gather different weights, or in another order."""

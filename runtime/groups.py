@@ -81,6 +81,10 @@ class RankMesh:
         self._axes = {name: AxisGroup(name, self.group(name)) for name in mesh.names}
         self.units = AxisGroup(UNITS, self.group((), across_units=True))
 
+    def __deepcopy__(self, memo: object) -> RankMesh:
+        """Itself: groups are made by all ranks together, and a copy of a module uses the same."""
+        return self
+
     def axis(self, name: str) -> AxisGroup:
         """The group along one axis; axes of size 1 have one too."""
         return self._axes[name]

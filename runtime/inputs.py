@@ -76,7 +76,7 @@ class InputTable:
         for path, expected in self.leaves.items():
             value = leaves.pop(path, ABSENT)
             if value is ABSENT:
-                self._refuse_missing(path, expected)
+                self._refuse_missing(path, expected, given)
             elif isinstance(expected, TensorSpec):
                 tensors[path] = self._check_tensor(path, expected, value, sizes)
             elif not _same_literal(expected, value):
@@ -118,7 +118,12 @@ class InputTable:
                     self._refuse_shape(path, spec, value, f"dim {dim} is {size}, but {expected} is {known} in {source}")
         return value
 
-    def _refuse_missing(self, path: str, expected: Any) -> None:
+    def _refuse_missing(self, path: str, expected: Any, given: Mapping[str, Any]) -> None:
+        if given.get(path, ABSENT) is not ABSENT:  # a container, an array: something that is no leaf
+            raise InputError(
+                f"{self.owner}: argument {path!r} is a {type(given[path]).__name__}, but was compiled as {expected}",
+                hint="pass a tensor" if isinstance(expected, TensorSpec) else f"pass {expected!r}",
+            )
         what = f"a tensor {expected}" if isinstance(expected, TensorSpec) else repr(expected)
         raise InputError(f"{self.owner}: argument {path!r} is missing", why=f"it was compiled with {what}", hint=f"pass {path}")
 

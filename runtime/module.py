@@ -41,7 +41,7 @@ from shardwright.runtime.communicator import Communicator
 from shardwright.runtime.compiled import CompiledModule
 from shardwright.runtime.declarations import Declaration
 from shardwright.runtime.end2end import ScaleFunction, arguments_of, infer_step, train_step
-from shardwright.runtime.errors import CheckpointError, DistributedError, InputError, UsageError
+from shardwright.runtime.errors import CheckpointError, DistributedError, InputError, UsageError, format_error
 from shardwright.runtime.gathered_weights import WeightGathering
 from shardwright.runtime.gradnorm import counts_here
 from shardwright.runtime.groups import AxisGroup, RankMesh
@@ -199,6 +199,19 @@ class ParallelModule(CompiledModule):
             where.put_buffer(tensor, persistent=declaration.persistent)
         self._places[declaration.name] = (*self._places.get(declaration.name, ()), where)
 
+    def __getattr__(self, name: str) -> Any:
+        """What ``nn.Module`` finds; :class:`AttributeError` says in words what of the original a parallel module has."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            text = format_error(
+                f"the parallel module {type(self).__name__!r} has no attribute {name!r}",
+                why="it has the forward, the parameters and the buffers of the original module, not its other attributes",
+                hint="read it from the original; methods of the original that call forward, such as generate(), run this "
+                "module after original.forward = parallel",
+            )
+        raise AttributeError(text, name=name, obj=self)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``forward``."""
         if not self.gathers_weights:
@@ -274,8 +287,8 @@ class ParallelModule(CompiledModule):
         """Begin a call, and refuse one that the program was not made for. ``given``: the arguments it was compiled with, by
         name (or their leaves, by path); ``absent``: the others, which must be ``ABSENT``.
 
-        Shapes, dtypes, literals and ``requires_grad`` of the parameters are checked at every call. At the first call the
-        ranks of the unit compare the values, by checksums.
+        Shapes, dtypes, devices, literals and ``requires_grad`` of the parameters are checked at every call. At the first
+        call the ranks of the unit compare the values, by checksums.
 
         Raises :class:`InputError`.
         """
@@ -286,6 +299,7 @@ class ParallelModule(CompiledModule):
                 hint="call train_step(samples) or infer_step(samples), or compile with use_end2end=False",
             )
         tensors = self._input_table.check(given, absent or {})
+        self._check_devices(tensors)
         if torch.is_grad_enabled():
             self._check_requires_grad()
         if not self._inputs_compared:
@@ -293,6 +307,14 @@ class ParallelModule(CompiledModule):
             self._compare_inputs(tensors)
         if self.training:
             self.rng.next_microbatch()
+
+    def _check_devices(self, tensors: Mapping[str, Tensor]) -> None:
+        for path, x in tensors.items():
+            if x.device != self._device and x.ndim:  # operators take numbers from any device
+                raise InputError(
+                    f"{type(self).__name__}.forward: argument {path!r} is on {x.device}, but the module is on {self._device}",
+                    hint=f"pass {path}.to(model.device)",
+                )
 
     def _check_requires_grad(self) -> None:
         # Read from where they live: load_state_dict(assign=True) and some conversions put other Parameter objects there.

@@ -33,6 +33,12 @@ def bind_arguments(module: torch.nn.Module, dummy_args: Mapping[str, Any]) -> Ar
     Raises :class:`TraceError` for a positional-only parameter, an unknown name, or a missing argument.
     """
     name = type(module).__name__
+    if not isinstance(dummy_args, Mapping):
+        raise TraceError(
+            f"the dummy arguments of {name}.forward are a dict from its arguments' names to examples",
+            why=f"they are a {type(dummy_args).__name__}",
+            hint=f"for example {{{next(iter(inspect.signature(module.forward).parameters), 'x')!r}: ...}}",
+        )
     signature = inspect.signature(module.forward)
     parameters = signature.parameters.values()
     where = f"{name}.forward{signature}" if len(str(signature)) < 200 else f"{name}.forward"

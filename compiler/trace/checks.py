@@ -9,6 +9,8 @@ from torch.nn.modules import module as module_state
 
 from shardwright.runtime.errors import TraceError
 
+_STATE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+
 
 def check_hooks(module: torch.nn.Module) -> None:
     """Raise :class:`TraceError` for backward hooks of modules and for hooks of parameters: no call of forward shows them."""
@@ -28,6 +30,19 @@ def check_hooks(module: torch.nn.Module) -> None:
         raise TraceError(
             "a global module backward hook is registered, which tracing would lose", hint="remove it before compiling"
         )
+
+
+def warn_state_hooks(module: torch.nn.Module) -> None:
+    """Warn of what the module itself does when its state is saved or loaded: the compiled module does not."""
+    for path, submodule in module.named_modules():
+        where = f"{path or '(root)'} ({type(submodule).__name__})"
+        if any(getattr(submodule, table) for table in _STATE_HOOKS):
+            lost, remedy = f"the state dict hooks of {where}", "apply them to merged state dicts"
+        elif type(submodule).get_extra_state is not torch.nn.Module.get_extra_state:
+            lost, remedy = f"the extra state of {where}", "save it beside the checkpoint"
+        else:
+            continue
+        warnings.warn(f"{lost}: a compiled module saves and loads tensors only, under their names; {remedy}", stacklevel=3)
 
 
 def warn_mixed_training(module: torch.nn.Module) -> None:

@@ -50,6 +50,8 @@ class Constants:
         """The fake tensor that stands for a real one, the same each time."""
         if isinstance(tensor, FakeTensor):
             return tensor
+        if tensor.requires_grad and torch.is_grad_enabled():
+            self._refuse_trained(tensor)
         known = self._fakes.get(id(tensor))
         if known is None:
             name = self._attributes.get(id(tensor), "const")
@@ -93,6 +95,16 @@ class Constants:
         if isinstance(leaf, sympy.Basic):  # a dynamic size
             raise _NotConstant
         return torch.device("cpu") if isinstance(leaf, RankDevice) else leaf
+
+    def _refuse_trained(self, tensor: torch.Tensor) -> None:
+        name = self._attributes.get(id(tensor))
+        raise TraceError(
+            f"forward uses a tensor that requires gradients and is no parameter of the module{f': {name}' if name else ''}",
+            where=self._recorder.where(),
+            why=f"its shape is {list(tensor.shape)}; as a constant it would never be trained",
+            hint="make it an nn.Parameter of a module, keep modules in nn.ModuleList or nn.ModuleDict instead of a list or "
+            "dict, or detach() it",
+        )
 
     def _bind(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         if tensor.is_meta:

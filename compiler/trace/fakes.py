@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +90,18 @@ def source_value(tensor: ModuleTensor, names: Namer) -> IRValue:
     )
 
 
+def _warn_counted(module: torch.nn.Module, before: Mapping[str, Any]) -> None:
+    """Warn of numbers and flags among the attributes of a module that forward changed: they are no part of a graph."""
+    for name, value in before.items():
+        now = module.__dict__.get(name)
+        if name != "training" and isinstance(value, int | float) and isinstance(now, int | float) and now != value:
+            warnings.warn(
+                f"forward changes {type(module).__name__}.{name} from {value} to {now}; the compiled module does in every "
+                "call what it does in the first one: keep what changes from call to call in a buffer",
+                stacklevel=2,
+            )
+
+
 @contextmanager
 def unchanged(module: torch.nn.Module) -> Iterator[None]:
     """Restore the attributes of every submodule on exit, the contents of their lists, dicts and sets included."""
@@ -101,6 +114,8 @@ def unchanged(module: torch.nn.Module) -> Iterator[None]:
     ]
     try:
         yield
+        for submodule, attributes in saved:
+            _warn_counted(submodule, attributes)
     finally:
         for container, copy in contents:
             if isinstance(container, list):

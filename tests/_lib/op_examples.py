@@ -46,6 +46,7 @@ def products() -> list[Call]:
         (torch.Tensor.__matmul__, (_randn(4, 6), _randn(6))),
         (torch.Tensor.__rmatmul__, (_randn(6, 5), _randn(4, 6))),
         (torch.dot, (_randn(6), _randn(6))),
+        (torch.vdot, (_randn(6), _randn(6))),
         (torch.bmm, (_randn(3, 4, 6), _randn(3, 6, 5))),
         (torch.addmm, (_randn(5), _randn(4, 6), _randn(6, 5)), {"beta": 0.5, "alpha": 2}),
         (torch.addmm, (_randn(4, 1), _randn(4, 6), _randn(6, 5))),
@@ -140,6 +141,9 @@ def norms() -> list[Call]:
         (F.instance_norm, (image, _rand(c), _rand(c))),
         (F.local_response_norm, (image, 2)),
         (F.normalize, (X,), {"dim": -1}),
+        (torch._weight_norm, (X, _randn(1, 6, 1), 1)),
+        (torch._weight_norm, (_randn(1, 7), _randn(1, 1))),
+        (torch._weight_norm, (X, _randn(1)[0], -1)),
     ]
 
 
@@ -438,6 +442,7 @@ def views() -> list[Call]:
         (torch.unsqueeze, (x, 1)),
         (torch.transpose, (x, 0, 2)),
         (torch.t, (square[0],)),
+        (torch.adjoint, (X,)),
         (torch.permute, (x, (2, 0, 1))),
         (torch.movedim, (x, 0, 2)),
         (torch.Tensor.expand, (_randn(3, 1), 4, 3, 5)),

@@ -400,6 +400,11 @@ def test_arguments_are_refused_in_words(tmp_path):
     assert list(tmp_path.rglob("manifest.json")) == []
 
 
+def test_a_parallel_module_is_refused(tmp_path):
+    (text, _) = load_on_ranks(tmp_path, act=lambda module: refusal(ConfigError, lambda: compile_net(tmp_path, module)))
+    assert text == "Net is a parallel module already\n  try:   pass the module that it was compiled from"
+
+
 def test_positional_only_arguments_are_refused(tmp_path):
     class Positional(nn.Module):
         def forward(self, x, /):

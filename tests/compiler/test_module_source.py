@@ -80,6 +80,19 @@ def test_refusals():
     )
 
 
+def test_modules_that_are_no_longer_plain():
+    assert refusal(lambda: ModuleSource.of(nn.DataParallel(Rotary()), None)) == (
+        "parallelize was given a module inside DataParallel\n"
+        "  why:   both would copy the module and reduce its gradients\n"
+        "  try:   pass the module inside, model.module; runtime_ngpus says how many copies there are"
+    )
+    assert refusal(lambda: ModuleSource.of(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), None)) == (
+        "parallelize was given a TorchScript module\n"
+        "  why:   a scripted module runs no Python, and tracing follows Python\n"
+        "  try:   pass the module as it was before torch.jit.script or torch.jit.trace"
+    )
+
+
 def test_an_error_inside_the_users_constructor_is_the_users():
     class Broken(nn.Module):
         def __init__(self):

@@ -8,8 +8,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import transformers
+
+import shardwright
+from shardwright.runtime.threads import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -68,6 +74,23 @@ def test_the_policies_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     sources = {path.parent.name: path.read_text() for path in tmp_path.rglob("gencode0.py")}
     assert "[256/tp, 64]" in sources["my_policy"]
     assert '"up.weight", "[256/tp, 64] G(dp)"' in sources["every_verb"] and '"up.bias", "[256]' in sources["every_verb"]
+
+
+def test_text_is_generated_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (source,) = (block for block in blocks("docs/getting-started.md") if "generate" in block)
+    monkeypatch.chdir(tmp_path)
+    assert transformers.GPT2LMHeadModel  # transformers loads its modules late, and not by several threads at once
+
+    def run(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        names: dict[str, Any] = {"torch": torch, "shardwright": shardwright, "transformers": transformers}
+        exec(source, names)
+        original = names["original"]
+        assert original.forward.__self__ is names["parallel"]
+        del original.forward
+        return names["tokens"], original.generate(names["ids"], use_cache=False, max_new_tokens=8)
+
+    (found, expected), (on_the_other, _) = run_ranks(2, run)
+    assert found.shape == (2, 11) and torch.equal(found, expected) and torch.equal(on_the_other, found)
 
 
 def test_the_registered_function_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

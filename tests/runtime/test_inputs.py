@@ -1,5 +1,6 @@
 """The table of arguments a module was compiled for."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -94,7 +95,13 @@ def test_sizes_with_a_name_agree():
 
 
 def test_what_is_no_tensor():
-    assert refusal(ids=[1, 2]).startswith("Net.forward: argument 'ids' is missing")
+    assert refusal(ids=[1, 2]) == (
+        "Net.forward: argument 'ids' is a list, but was compiled as int64[batch, 4]\n  try:   pass a tensor"
+    )
+    assert refusal(use_cache=(True,)) == (
+        "Net.forward: argument 'use_cache' is a tuple, but was compiled as True\n  try:   pass True"
+    )
+    assert "argument 'ids' is a ndarray, but was compiled as int64[batch, 4]" in refusal(ids=np.zeros((2, 4)))
     assert "argument 'scalar' is 1.5, but was compiled as a tensor float32[]" in refusal(scalar=1.5)
 
 

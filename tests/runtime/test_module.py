@@ -1,5 +1,7 @@
 """Parallel modules: original names, this rank's pieces, checks of the arguments, state dicts."""
 
+import copy
+import pickle
 import re
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import torch
 from mlp_files import make_batch, make_model, write_files
 
 from shardwright.runtime.declarations import Declaration
-from shardwright.runtime.errors import CheckpointError, DistributedError, InputError, LoadError
+from shardwright.runtime.errors import CheckpointError, DistributedError, InputError, LoadError, UsageError
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.module import RESERVED_NAMES, ParallelModule
@@ -269,6 +271,67 @@ def test_conversion_keeps_ties_and_the_device(whole_files):
     assert module.norm.weight.dtype == torch.float32
     assert module.device == torch.device("cpu")
     assert module.to("meta").device == torch.device("meta")
+
+
+def test_a_deep_copy_has_tensors_of_its_own(files):
+    x, target = make_batch(0)
+
+    def run(rank):
+        module = load_class(files)()
+        module(x, target).backward()
+        copied = copy.deepcopy(module)
+        own = {p.data_ptr() for p in module.parameters()}
+        assert not own & {p.data_ptr() for p in copied.parameters()} and all(p.grad is None for p in copied.parameters())
+        assert copied.norm.weight is copied.head.weight is copied["norm.weight"]
+        assert torch.equal(copied.mean, module.mean)
+        with torch.no_grad():
+            copied.layers[0].weight.zero_()
+        copied.layers[0].weight.requires_grad_(False)
+        with pytest.raises(InputError, match="'layers.0.weight' of MLP is frozen"):
+            copied(x, target)
+        copied.layers[0].weight.requires_grad_(True)
+        copied(x, target).backward()
+        return module(x, target).detach(), module.layers[0].weight.grad, copied.layers[0].weight.grad
+
+    original = make_model()
+    original(x, target)
+    expected = original(x, target).detach()
+    for loss, grad, other_grad in on_ranks(2, run):
+        torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
+        assert grad.abs().sum() > 0 and not torch.equal(grad, other_grad)
+
+
+def test_a_parallel_module_is_not_pickled(whole_files):
+    with pytest.raises(UsageError) as error:
+        pickle.dumps(load_class(whole_files)())
+    assert message(error) == (
+        "MLP cannot be pickled\n"
+        "  why:   it is one rank's part of a compiled module, and holds process groups\n"
+        "  try:   save its state_dict(), or all ranks together with shardwright.save_checkpoint"
+    )
+
+
+def test_what_the_original_had_besides_tensors(whole_files):
+    module = load_class(whole_files)()
+    with pytest.raises(AttributeError) as error:
+        module.generate  # noqa: B018
+    assert message(error) == (
+        "the parallel module 'MLP' has no attribute 'generate'\n"
+        "  why:   it has the forward, the parameters and the buffers of the original module, not its other attributes\n"
+        "  try:   read it from the original; methods of the original that call forward, such as generate(), run this module "
+        "after original.forward = parallel"
+    )
+    assert not hasattr(module, "config") and module.norm.weight is module.head.weight
+
+
+def test_arguments_on_another_device(whole_files):
+    x, target = make_batch(0)
+    module = load_class(whole_files)()
+    with pytest.raises(InputError) as error:
+        module(x, target.to("meta"))
+    assert message(error) == (
+        "MLP.forward: argument 'target' is on meta, but the module is on cpu\n  try:   pass target.to(model.device)"
+    )
 
 
 def test_printing_shows_the_rank(files):

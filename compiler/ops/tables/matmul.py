@@ -52,6 +52,14 @@ define(
 )
 
 
+def _vdot(op: IROp) -> OpRule:
+    """Apart from ``dot``, as it conjugates complex operands: linear over real factors, which is what sums need."""
+    return parse_rule("k+, k -> ", op, linear_sets=linear_sets(op, ("input",), ("other",)))
+
+
+define("vdot", "input, other", "torch.vdot", _vdot, *through(_NO_OUT, callables("vdot")))
+
+
 def _added(left: str, right: str, result: str) -> Any:
     """The rule of ``beta * input + alpha * product``, with ``input`` broadcast to the result."""
 

@@ -125,6 +125,18 @@ define(
 )
 
 
+def _weight_norm(op: IROp) -> OpRule:
+    """``v`` with the norms ``g`` over all dims but those that ``g`` has, too."""
+    v, g = op.operands
+    kept = [of_g == size != 1 for of_g, size in zip(g.shape, v.shape, strict=True)] if g.ndim else [False] * v.ndim
+    term = [f"a{i}" if keeps else f"r{i}^" for i, keeps in enumerate(kept)]
+    norms = [name if keeps else "1" for name, keeps in zip(term, kept, strict=True)] if g.ndim else []
+    return parse_rule(annotation([term, norms], [term]), op, linear_sets=linear_sets(op, ("g",)), nonempty=True)
+
+
+define("weight_norm", "v, g, dim=0", "torch._weight_norm", _weight_norm, *callables("_weight_norm"))
+
+
 def _normalize(op: IROp) -> OpRule:
     ndim = op.operands[0].ndim
     dim = op.arg("dim", 1)

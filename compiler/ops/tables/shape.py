@@ -138,6 +138,13 @@ define(
     renames=_TRANSPOSE_RENAMES,
 )
 define(
+    "adjoint",
+    "input",
+    "torch.adjoint",
+    _permutation(lambda _, ndim: [*range(ndim - 2), ndim - 1, ndim - 2]),
+    *callables("adjoint"),
+)
+define(
     "t",
     "input",
     ".t",

@@ -19,6 +19,7 @@ ROWS = torch.tensor([2, 0])
 PLACES = torch.tensor([[0, 1, 2, 3, 0, 1]])
 
 SAMPLES: dict[str, tuple[Any, ...]] = {
+    "adjoint": (X,),
     "alias": (X,),
     "broadcast_tensors": (X, X[0]),
     "bucketize": (X, torch.linspace(-1, 1, 3, dtype=torch.float64)),

@@ -154,6 +154,91 @@ def test_lazy_modules() -> None:
         trace(module, {"input": X.float()})
 
 
+def test_what_would_be_trained_and_is_no_parameter() -> None:
+    class Hides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = [nn.Linear(4, 4)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks[0](x)
+
+    with pytest.raises(TraceError) as caught:
+        trace(Hides(), {"x": X.float()})
+    first, where, why, hint = str(caught.value).split("\n")
+    assert first == "forward uses a tensor that requires gradients and is no parameter of the module"
+    assert f"  where: {__file__}:" in where
+    assert why == "  why:   its shape is [4, 4]; as a constant it would never be trained"
+    assert hint == (
+        "  try:   make it an nn.Parameter of a module, keep modules in nn.ModuleList or nn.ModuleDict instead of a list or "
+        "dict, or detach() it"
+    )
+
+    class Attribute(nn.Module):
+        def __init__(self, detached: bool) -> None:
+            super().__init__()
+            self.scale, self.detached = torch.ones(4, dtype=torch.float64, requires_grad=True), detached
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.set_grad_enabled(not self.detached):
+                return x * self.scale
+
+    with pytest.raises(TraceError, match="is no parameter of the module: scale\n"):
+        trace(Attribute(detached=False), {"x": X})
+    trace(Attribute(detached=True), {"x": X})
+
+
+def test_dummy_arguments_without_names() -> None:
+    with pytest.raises(TraceError) as caught:
+        trace(nn.Linear(4, 4), (X,))
+    assert str(caught.value) == (
+        "the dummy arguments of Linear.forward are a dict from its arguments' names to examples\n"
+        "  why:   they are a tuple\n"
+        "  try:   for example {'input': ...}"
+    )
+
+
+def test_hooks_of_state_dicts_are_named() -> None:
+    hooked, extra = nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)
+    hooked[0].register_state_dict_post_hook(lambda *args: None)
+    with pytest.warns(UserWarning) as caught:
+        trace(hooked, {"input": X.float()})
+    assert [str(warning.message) for warning in caught] == [
+        "the state dict hooks of 0 (Linear): a compiled module saves and loads tensors only, under their names; "
+        "apply them to merged state dicts"
+    ]
+
+    class Versioned(nn.Linear):
+        def get_extra_state(self) -> int:
+            return 2
+
+    extra = Versioned(4, 4)
+    with pytest.warns(UserWarning, match=r"the extra state of \(root\) \(Versioned\): .*; save it beside the checkpoint"):
+        trace(extra, {"input": X.float()})
+
+
+def test_numbers_that_forward_changes_are_named() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.ready = 0, False
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.ready = True
+            return x * self.calls
+
+    module = Counts()
+    with pytest.warns(UserWarning) as caught:
+        trace(module, {"x": X})
+    assert [str(warning.message) for warning in caught] == [
+        f"forward changes Counts.{name} from {before} to {after}; the compiled module does in every call what it does in the "
+        "first one: keep what changes from call to call in a buffer"
+        for name, before, after in (("calls", 0, 1), ("ready", False, True))
+    ]
+    assert module.calls == 0 and module.ready is False
+
+
 def test_state_changed_by_forward_is_restored() -> None:
     class Remembers(nn.Module):
         def __init__(self) -> None:

@@ -37,6 +37,9 @@ class DistributedOptimizerConfig:
     bucket, which is freed); else they are tensors of their own, copied into a buffer while they are reduced.
     ``contiguous_param_buffer``: parameters are views of one buffer for each dtype, which saves a copy and memory when they
     are gathered.
+
+    ``store_param_remainders``: of a float32 master of a bfloat16 parameter only the 16 bits are kept that the parameter has
+    not. The optimizer sees float32 tensors while it steps.
     """
 
     dtype: Any = "float32"
@@ -46,6 +49,7 @@ class DistributedOptimizerConfig:
     bucket_cap_mb: float = 100
     contiguous_param_buffer: bool = False
     contiguous_grad_buffer: bool = True
+    store_param_remainders: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dtype", "grad_sync_dtype"):
@@ -57,6 +61,12 @@ class DistributedOptimizerConfig:
         cap = self.bucket_cap_mb
         if isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < math.inf:
             raise ConfigError("bucket_cap_mb of distributed_optimizer is a size in MiB above 0", why=f"it is {cap!r}")
+        if self.store_param_remainders and self.dtype not in (None, "float32"):
+            raise ConfigError(
+                f"store_param_remainders has no meaning with dtype={self.dtype!r}",
+                why="a remainder is what a bfloat16 parameter lacks of a float32 master",
+                hint="leave out dtype, or store_param_remainders",
+            )
 
     @classmethod
     def of(cls, options: DistributedOptimizerConfig | Mapping[str, Any]) -> DistributedOptimizerConfig:

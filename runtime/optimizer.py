@@ -63,6 +63,8 @@ class ParallelOptimizer(Optimizer):
         else:
             result = super().step(self._synchronised(closure), *args, **kwargs)
         self._gathering.run()
+        for shard in self.shards:
+            shard.settle()
         self._reducer.reopen()
         for module in self._model.parallel_modules:
             module.finish_step()
@@ -163,6 +165,7 @@ class ParallelOptimizer(Optimizer):
         Its groups have the names of their parameters as ``param_names`` and, under ZeRO, as ``param_shards`` the range of
         each that is this rank's, see :class:`ParameterShard`. Masters of low-precision parameters are saved with the state.
         """
+        self._gathering.finish()
         return with_masters(super().state_dict(), self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -271,6 +274,8 @@ def build_optimizer(
         group["param_names"] = [names[id(tensor)] for tensor in group["params"]]
         if shards and model.settings.stage:
             group["param_shards"] = [ranges.get(name) for name in group["param_names"]]
+    for shard in shards:
+        shard.settle()
     return parallel
 
 

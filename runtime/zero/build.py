@@ -9,11 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from shardwright.runtime.bucket import Bucket, GradientSum
+from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.world import World
 from shardwright.runtime.zero.arena import Arenas
 from shardwright.runtime.zero.bucket import ShardedBucket
 from shardwright.runtime.zero.gathering import make_contiguous
 from shardwright.runtime.zero.groups import ZeroGroup, deal, undivided
+from shardwright.runtime.zero.remainders import Remainder
 from shardwright.runtime.zero.settings import ReductionSettings
 from shardwright.runtime.zero.shards import ParameterShard, shard_tensor
 from shardwright.runtime.zero.split import balanced_owners, even_sizes, owned_sizes, pieces
@@ -26,8 +28,12 @@ def sharded_buckets(
 
     ``whole_parameters``: each parameter is updated by one rank; else ranks update equal slices of a bucket. A parameter that no
     other rank has a copy of stays what it is. Without a stage each rank updates all of every parameter, in its own shape.
+
+    Raises :class:`ConfigError` if masters are to be kept as remainders of parameters that cannot be a part of them.
     """
     sums = [item for members in packed for item in members]
+    if settings.stores_remainders:
+        _check_remainders(world, sums)
     communicators = [item.communicator for item in sums]
     groups = deal(world, communicators, settings.num_groups) if settings.stage else undivided(communicators)
     leaders = _counting_ranks(world, sums)
@@ -88,11 +94,24 @@ def _shards(laid: _Laid, settings: ReductionSettings, leaders: Mapping[str, set[
     for item, ranges in zip(laid.members, pieces(laid.sizes, laid.slice_sizes), strict=True):
         start, stop = ranges[group.inside.index]
         tensor, is_view = shard_tensor(item.parameter, start, stop, settings.state_dtype(laid.dtype), flat=flat)
+        remainder = None
+        if settings.stores_remainders and laid.dtype == torch.bfloat16 and start < stop:
+            remainder = Remainder(torch.zeros(stop - start, dtype=torch.int16, device=tensor.device))
         is_counted = group.across.index == 0 and not leaders[item.name].isdisjoint(group.everyone.ranks)
         held = tuple((rank, a, b) for rank, (a, b) in zip(group.inside.ranks, ranges, strict=True) if a < b)
         shards.append(
             ParameterShard(
-                item.name, item.parameter, item.layout, tensor, start, stop, is_view, held, group.across.ranks, is_counted
+                name=item.name,
+                parameter=item.parameter,
+                layout=item.layout,
+                tensor=tensor,
+                start=start,
+                stop=stop,
+                is_view=is_view,
+                pieces=held,
+                copies=group.across.ranks,
+                is_counted=is_counted,
+                remainder=remainder,
             )
         )
     return shards
@@ -101,6 +120,24 @@ def _shards(laid: _Laid, settings: ReductionSettings, leaders: Mapping[str, set[
 def shards_of(buckets: Sequence[Bucket]) -> list[ParameterShard]:
     """All shards of this rank."""
     return list(itertools.chain.from_iterable(bucket.shards for bucket in buckets if isinstance(bucket, ShardedBucket)))
+
+
+def _check_remainders(world: World, sums: Sequence[GradientSum]) -> None:
+    names: dict[str, str] = {}
+    for of_rank in world.all_gather_object({str(item.parameter.dtype): item.name for item in sums}):
+        names = of_rank | names
+    if "torch.float16" in names:
+        raise ConfigError(
+            "store_param_remainders is not possible for float16 parameters",
+            why=f"{names['torch.float16']!r} is one, and no part of a float32 number: its exponent has fewer bits",
+            hint="leave out store_param_remainders, or train in bfloat16",
+        )
+    if "torch.bfloat16" not in names:
+        raise ConfigError(
+            "store_param_remainders has nothing to do",
+            why="no trained parameter is of bfloat16: " + ", ".join(f"{name!r} is {dtype}" for dtype, name in names.items()),
+            hint="leave it out, or convert the module to bfloat16 before it is compiled",
+        )
 
 
 def _counting_ranks(world: World, sums: Sequence[GradientSum]) -> dict[str, set[int]]:

@@ -11,7 +11,7 @@ from shardwright.runtime.bucket import Bucket, GradientSum
 from shardwright.runtime.communicator import Work
 from shardwright.runtime.zero.awaited import await_parameters
 from shardwright.runtime.zero.bucket import ShardedBucket
-from shardwright.runtime.zero.shards import note_written
+from shardwright.runtime.zero.shards import fill, note_written
 
 
 class BucketGathering:
@@ -42,7 +42,8 @@ class BucketGathering:
             buffer = first.detach().new_empty(bucket.length)
         mine = buffer[bucket.low : bucket.high]
         for shard, offset in zip(bucket.shards, bucket.offsets, strict=True):
-            _copy(mine[offset : offset + shard.num_elements], shard.tensor.detach().view(-1))
+            if shard.num_elements:
+                shard.write(mine[offset : offset + shard.num_elements])
         self._buffer = buffer
         self._work = bucket.group.inside.all_gather_async_(buffer, bucket.slice_sizes)
 
@@ -50,7 +51,7 @@ class BucketGathering:
         """The parameters of which this rank has all of the optimizer's state."""
         for shard in self._bucket.shards:
             if not shard.is_view and shard.num_elements:
-                shard.parameter.detach().copy_(shard.tensor.detach().view(shard.parameter.shape))
+                shard.write(shard.parameter.detach())
                 note_written(shard.parameter)
 
     def finish(self) -> None:
@@ -62,7 +63,7 @@ class BucketGathering:
         bucket, buffer, self._buffer = self._bucket, self._buffer, None
         with torch.no_grad():
             for member, piece in zip(bucket.members, torch.split(buffer[: sum(bucket.sizes)], bucket.sizes), strict=True):
-                _copy(member.parameter, piece.view(member.parameter.shape))
+                fill(member.parameter, piece.view(member.parameter.shape))
                 note_written(member.parameter)
 
 
@@ -132,9 +133,3 @@ def gathered_gradients(buckets: Iterable[Bucket]) -> dict[str, Tensor | None]:
         ):
             gradients[member.name] = piece.view(member.parameter.shape) if bucket.is_used(index) else None
     return gradients
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy, unless both are the same memory."""
-    if target.numel() and target.data_ptr() != source.data_ptr():
-        target.copy_(source)

@@ -88,6 +88,11 @@ class ReductionSettings:
         return self.table is not None and self.table.contiguous_param_buffer
 
     @property
+    def stores_remainders(self) -> bool:
+        """Whether masters of bfloat16 parameters are kept as what the parameters lack of them."""
+        return self.table is not None and self.table.store_param_remainders
+
+    @property
     def overlaps_parameters(self) -> bool:
         """Whether parameters are gathered while the program goes on."""
         return self.table is not None and self.table.overlap_param_sync

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.layout import Layout
+from shardwright.runtime.zero.remainders import Remainder, is_rounded, placeholder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,7 +19,8 @@ class ParameterShard:
     ``name``: the parameter's FQN in the module. ``parameter``: what the module holds of it on this rank, a piece as
     ``layout`` says, here called the local piece. ``tensor``: what the optimizer sees: elements ``start`` to ``stop`` of the
     flattened local piece [stop - start], or all of it in its own shape where optimizers need whole tensors. It shares the
-    memory of the local piece where ``is_view``; otherwise it is a copy, such as a float32 master of a bfloat16 parameter.
+    memory of the local piece where ``is_view``; otherwise it is a copy, such as a float32 master of a bfloat16 parameter. Where
+    ``remainder`` holds what the parameter lacks of the master, ``tensor`` has values while the optimizer steps only.
 
     ``pieces``: the same range of every rank that has a part of the state of this local piece, ``(rank, start, stop)`` by rank
     of the world; together they tile it. ``copies``: the ranks of the world that have exactly this rank's part, ascending; more
@@ -36,42 +38,86 @@ class ParameterShard:
     pieces: tuple[tuple[int, int, int], ...]
     copies: tuple[int, ...]
     is_counted: bool
+    remainder: Remainder | None = None
 
     @property
     def num_elements(self) -> int:
         return self.stop - self.start
+
+    @property
+    def value(self) -> Tensor:
+        """What the optimizer updates, as it is now: where there is a remainder a new tensor."""
+        if self.remainder is not None and self.remainder.is_current:
+            return self.remainder.joined(self._mine()).view(self.tensor.shape)
+        return self.tensor.detach()
+
+    def load(self, master: Tensor) -> None:
+        """Take over a master that was saved."""
+        if self.remainder is None:
+            self.tensor.detach().copy_(master)
+        else:
+            self.tensor.data = master.to(self.tensor, copy=True).view(self.tensor.shape)
+            self.remainder.is_current = False
 
     def read(self) -> None:
         """Take over the values of the parameter, after somebody else than the optimizer has set them.
 
         Raises :class:`UsageError` if the parameter is of another dtype or on another device by now.
         """
-        data = self.parameter.detach()
-        if data.device != self.tensor.device or (self.is_view and data.dtype != self.tensor.dtype):
-            raise UsageError(
-                f"parameter {self.name!r} has moved since the optimizer was built",
-                why=f"it is {data.dtype} on {data.device}, and the optimizer's state is made for "
-                f"{self.tensor.dtype} on {self.tensor.device}",
-                hint="move or convert the module before build_optimizer",
-            )
-        mine = data.reshape(-1)[self.start : self.stop]
-        if not self.is_view:
+        mine = self._mine()
+        if self.remainder is not None:
+            self.remainder.low.zero_()
+            self._let_go()
+        elif not self.is_view:
             self.tensor.detach().view(-1).copy_(mine)
             note_written(self.parameter)
         elif self.num_elements and self.tensor.data_ptr() != mine.data_ptr():
             self.tensor.data = mine.view(self.tensor.shape)
 
     def refresh(self) -> None:
-        """See that a view is one still: the parameter may have been given other memory. A copy takes over what somebody else
-        has written into the parameter since, where that is not just its own value, rounded.
+        """Make ``tensor`` what the optimizer is to step on. A view is seen to be one still: the parameter may have been given
+        other memory. A copy takes over what somebody else has written into the parameter since, where that is not just its
+        own value, rounded; where there is a remainder, it is added to what was written.
         """
         if self.is_view:
             self.read()
+        elif self.remainder is not None and self.remainder.is_current:
+            self.tensor.data = self.value
+            self.remainder.is_current = False
         elif getattr(self.parameter, _WRITTEN, None) != self.parameter._version:
-            own = self.tensor.detach().clone()
-            self.read()
-            same = own.to(self.parameter.dtype) == self.tensor.detach().to(self.parameter.dtype)
-            self.tensor.detach().copy_(torch.where(same, own, self.tensor.detach()))
+            own, mine = self.tensor.detach(), self._mine().view(self.tensor.shape)
+            own.copy_(torch.where(is_rounded(own, mine), own, mine.to(own.dtype)))
+            note_written(self.parameter)
+
+    def write(self, target: Tensor) -> None:
+        """Round what the optimizer has updated into ``target``, which has as many elements."""
+        if self.remainder is not None:
+            self.remainder.split(self.tensor.detach(), target)
+        else:
+            fill(target, self.tensor.detach().view(target.shape))
+
+    def settle(self) -> None:
+        """After a step whose values were written: let go of what can be made again."""
+        if self.remainder is not None:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        assert self.remainder is not None
+        self.remainder.is_current = True
+        self.tensor.data = placeholder(self.tensor)
+
+    def _mine(self) -> Tensor:
+        """What the parameter has in the range, flat."""
+        data = self.parameter.detach()
+        dtype = self.tensor.dtype if self.is_view else data.dtype if self.remainder is None else torch.bfloat16
+        if data.device != self.tensor.device or data.dtype != dtype:
+            raise UsageError(
+                f"parameter {self.name!r} has moved since the optimizer was built",
+                why=f"it is {data.dtype} on {data.device}, and the optimizer's state is made for "
+                f"{dtype} on {self.tensor.device}",
+                hint="move or convert the module before build_optimizer",
+            )
+        return data.reshape(-1)[self.start : self.stop]
 
 
 # Torch counts how often a tensor was written in place. The mark on a parameter is that count when the optimizer wrote it last.
@@ -81,6 +127,12 @@ _WRITTEN = "_shardwright_written"
 def note_written(parameter: nn.Parameter) -> None:
     """Remember that the values of ``parameter`` are those of the optimizer's copies."""
     setattr(parameter, _WRITTEN, parameter._version)
+
+
+def fill(target: Tensor, source: Tensor) -> None:
+    """Copy, unless both are the same memory."""
+    if target.numel() and target.data_ptr() != source.data_ptr():
+        target.copy_(source)
 
 
 def shard_tensor(

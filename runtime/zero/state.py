@@ -23,7 +23,7 @@ def with_masters(state_dict: StateDict, optimizer: ParallelOptimizer) -> StateDi
     """An optimizer's state dict with the masters of its shards."""
     state = dict(state_dict["state"])
     for number, shard in _masters(optimizer):
-        state[number] = {**state.get(number, {}), MASTER: shard.tensor.detach()}
+        state[number] = {**state.get(number, {}), MASTER: shard.value}
     return {**state_dict, "state": state}
 
 
@@ -53,7 +53,7 @@ def load_masters(state_dict: Mapping[str, Any], optimizer: ParallelOptimizer) ->
     for number, shard in _masters(optimizer):
         master = state_dict["state"].get(number, {}).get(MASTER)
         if isinstance(master, Tensor):
-            shard.tensor.detach().copy_(master)
+            shard.load(master)
         else:
             shard.read()
 

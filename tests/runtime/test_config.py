@@ -290,6 +290,7 @@ def test_the_option_table_of_the_distributed_optimizer():
         "bucket_cap_mb": 100,
         "contiguous_param_buffer": False,
         "contiguous_grad_buffer": True,
+        "store_param_remainders": False,
     }
     for spelled in ("bf16", "bfloat16", torch.bfloat16):
         assert DistributedOptimizerConfig(dtype=spelled, grad_sync_dtype=spelled).to_json()["dtype"] == "bfloat16"

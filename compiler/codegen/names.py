@@ -19,6 +19,7 @@ MODULE_ATTRIBUTES = frozenset(dir(nn.Module)) | {
     "check_inputs",
     "compute_config",
     "constant",
+    "copied_parameters",
     "declarations",
     "declare",
     "device",

@@ -211,5 +211,5 @@ def test_a_schedule_fixes_the_number_of_microbatches() -> None:
     assert str(error.value) == (
         "a step of 8 microbatches is not what this plan's schedule runs\n"
         "  why:   it is made for 4\n"
-        "  hint:  leave num_microbatches out, or plan for another number"
+        "  try:   leave num_microbatches out, or plan for another number"
     )

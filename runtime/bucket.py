@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,16 +204,22 @@ def is_reduced(gradient: Tensor | None) -> bool:
     return bool(getattr(gradient, _REDUCED, False))
 
 
-def pack(sums: Sequence[GradientSum], cap_bytes: float, dtype_of: DtypeRule = lambda dtype: dtype) -> list[list[GradientSum]]:
+def pack(
+    sums: Sequence[GradientSum],
+    cap_bytes: float,
+    dtype_of: DtypeRule = lambda dtype: dtype,
+    apart: Collection[str] = (),
+) -> list[list[GradientSum]]:
     """Deal gradients into buckets of at most ``cap_bytes`` (a larger gradient gets one of its own).
 
     ``sums`` is in the order in which backward is expected to bring the gradients; so are the buckets, by their last member.
-    ``dtype_of``: from the dtype of a parameter to that in which its gradient is held.
+    ``dtype_of``: from the dtype of a parameter to that in which its gradient is held. ``apart``: names of parameters that share
+    no bucket with others.
     """
     filling: dict[tuple[Any, ...], tuple[list[int], float]] = {}
     packed: list[list[int]] = []
     for index, item in enumerate(sums):
-        key = (item.communicator.ranks, item.parameter.dtype)
+        key = (item.communicator.ranks, item.parameter.dtype, item.name in apart)
         num_bytes = item.num_elements * dtype_of(item.parameter.dtype).itemsize
         members, filled = filling.get(key, ([], 0.0))
         if not members or filled + num_bytes > cap_bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection
 from math import prod
 
 import torch
@@ -21,13 +21,15 @@ from shardwright.runtime.reducer import Reducer
 from shardwright.runtime.world import current_world
 from shardwright.runtime.zero.build import sharded_buckets
 from shardwright.runtime.zero.settings import ReductionSettings
+from shardwright.runtime.zero.wholes import CutParameter
 
 
 class TrainedModel:
     """A module to be trained. Making one is collective: it makes the groups that gradients are summed over.
 
     ``parallel_modules``: the compiled parts. ``ranks``: this rank's place in the units. ``sums``: over which ranks each
-    gradient is summed. ``settings``: how gradients are reduced, and optimizer state is split.
+    gradient is summed. ``cut``: the parameters of which this rank holds a piece only. ``settings``: how gradients are reduced,
+    and optimizer state is split.
 
     The gradient of a compiled parameter is summed over the axes on which its layout is gradient-partial, over the pipeline
     stages that hold it, and over the units.
@@ -46,7 +48,7 @@ class TrainedModel:
         self._config = self._agreed(config)
         self.settings = ReductionSettings.of(self._config, self.ranks.num_units)
         self.sums: list[GradientSum] = []
-        self._cut: list[tuple[str, nn.Parameter, Layout]] = []
+        self.cut: list[CutParameter] = []
         self._ordinary: dict[str, Tensor] = {}
         self._compiled: dict[str, Tensor] = {}
         self._shared: list[tuple[str, Tensor, Communicator]] = []
@@ -73,9 +75,16 @@ class TrainedModel:
                 if is_shared or (over_units and group.size > 1):
                     self._shared.append((name, parameter, group))
 
-    def cut_parameters(self) -> Iterator[tuple[str, nn.Parameter, Layout]]:
-        """The parameters of which this rank holds a piece only."""
-        return iter(self._cut)
+    def part_elsewhere(self) -> str | None:
+        """In words, one thing of the model that this rank has not all of, if there is any."""
+        for item in self.cut:
+            return f"{item.name!r} lies in pieces as {item.layout}"
+        for part in self.parallel_modules:
+            held = dict(part.named_parameters())
+            for name in part.use_order:
+                if name not in held:
+                    return f"{name!r} is on other pipeline stages than rank {self.world.rank}"
+        return None
 
     def check_copies(self) -> None:
         """Compare, by checksums, the trained parameters of which several ranks hold copies that nothing else keeps equal:
@@ -104,11 +113,12 @@ class TrainedModel:
         total = self.ranks.units.communicator.all_reduce(torch.as_tensor(loss, device=self.world.device), phase="gradients")
         return total / divisor if isinstance(loss, Tensor) else float(total) / divisor
 
-    def make_reducer(self, whole_parameters: bool | None = None) -> Reducer:
+    def make_reducer(self, whole_parameters: bool | None = None, exchanged: Collection[str] = ()) -> Reducer:
         """A reducer for all gradients. It takes the parameters over from reducers made earlier. Collective.
 
         ``whole_parameters``: where optimizer state is split, whether each parameter goes to one rank; ``None`` for a reducer
-        without an optimizer, which gives all ranks all gradients, in the dtype of the parameters.
+        without an optimizer, which gives all ranks all gradients, in the dtype of the parameters. ``exchanged``: names of
+        parameters whose whole tensors the optimizer gets from several ranks.
         """
         for item in self.sums:
             older = getattr(item.parameter, _REDUCER, None)
@@ -118,10 +128,11 @@ class TrainedModel:
         sharded = whole_parameters is not None and settings.makes_shards
         # Filled from the end, as backward does.
         dtype_of: DtypeRule = settings.gradient_dtype if sharded else _unchanged
-        packed = pack(list(reversed(self.sums)), settings.bucket_cap_bytes, dtype_of)
+        packed = pack(list(reversed(self.sums)), settings.bucket_cap_bytes, dtype_of, apart=exchanged)
         buckets: list[Bucket]
         if sharded:
-            buckets = sharded_buckets(self.world, packed, settings, whole_parameters=bool(whole_parameters))
+            owned = bool(whole_parameters)
+            buckets = sharded_buckets(self.world, packed, settings, whole_parameters=owned, exchanged=exchanged)
         else:
             buckets = [Bucket(members) for members in packed]
         reducer = Reducer(
@@ -154,7 +165,7 @@ class TrainedModel:
         largest = prod(layout.local_shape(ranks.mesh, dict.fromkeys(ranks.mesh.names, 0)))
         self.sums.append(GradientSum(name, parameter, group, largest, layout, is_counted, is_shared))
         if any(ranks.mesh.axis_size(axis) > 1 for axis in layout.cut_axes):
-            self._cut.append((name, parameter, layout))
+            self.cut.append(CutParameter(name, parameter, layout, ranks, is_counted))
 
     def _agreed(self, config: ComputeConfig | None) -> ComputeConfig | None:
         """The config whose settings of the reducer hold, if there is any."""

@@ -24,9 +24,11 @@ from shardwright.runtime.gradients import TrainedModel
 from shardwright.runtime.gradnorm import global_norm, norm_dtype, unscale
 from shardwright.runtime.reducer import Reducer, ReducerHook
 from shardwright.runtime.zero.build import shards_of
+from shardwright.runtime.zero.exchange import WholeParameters, whole_parameters
 from shardwright.runtime.zero.gathering import ParameterGathering
 from shardwright.runtime.zero.shards import ParameterShard
 from shardwright.runtime.zero.state import load_masters, with_masters, without_masters
+from shardwright.runtime.zero.wholes import WHOLE, WholeParameter
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     getattr(torch.optim, name)
@@ -39,13 +41,17 @@ class ParallelOptimizer(Optimizer):
     """What :func:`build_optimizer` returns: the user's optimizer, with gradients summed over the ranks before each step.
 
     ``shards``: what this rank updates of each trained parameter whose optimizer state is split over ranks; empty without
-    ZeRO. ``param_groups`` hold their tensors in the place of those parameters.
+    ZeRO. ``wholes``: the cut parameters of which it updates the whole tensor or, where another rank owns that, nothing; empty
+    for elementwise optimizers. ``param_groups`` hold their tensors in the place of those parameters.
     """
 
     shards: tuple[ParameterShard, ...] = ()
+    wholes: tuple[WholeParameter, ...] = ()
     _model: TrainedModel
     _reducer: Reducer
     _gathering: ParameterGathering
+    _exchange: WholeParameters
+    _round: int = -1  # the last one of the reducer whose gradients the owners of whole tensors have
     _has_stepped: bool = False
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -58,10 +64,12 @@ class ParallelOptimizer(Optimizer):
         """
         self._begin_step()
         if closure is None:
-            self._reducer.sync()
+            self._sync()
             result = super().step(*args, **kwargs)
         else:
             result = super().step(self._synchronised(closure), *args, **kwargs)
+        self._exchange.give_values()
+        self._exchange.release()
         self._gathering.run()
         for shard in self.shards:
             shard.settle()
@@ -84,7 +92,7 @@ class ParallelOptimizer(Optimizer):
         After it, and until ``zero_grad``, a backward is refused: it would add to gradients that are sums already.
         """
         self._check_attached()
-        self._reducer.sync()
+        self._sync()
 
     def wait_for_parameters(self) -> None:
         """Return when the parameters have the values of the last step.
@@ -108,7 +116,7 @@ class ParallelOptimizer(Optimizer):
                 why="what the other ranks add would not be scaled",
                 hint="call optimizer.sync_shard_grad() first",
             )
-        for tensor in self._reducer.holders:
+        for tensor in self._holders:
             if tensor.grad is not None:
                 tensor.grad.detach().mul_(factor)
 
@@ -140,9 +148,9 @@ class ParallelOptimizer(Optimizer):
         """
         self.sync_shard_grad()
         world, dtype = self._model.world, norm_dtype(list(self._reducer.parameters))
-        norm = global_norm(self._reducer.counted, world.everyone, dtype, world.device)
+        norm = global_norm(self._counted, world.everyone, dtype, world.device)
         if max_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._reducer.holders, max_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(self._holders, max_norm, norm)
         return norm
 
     def register_reducer_pre_hook(self, hook: ReducerHook) -> RemovableHandle:
@@ -163,7 +171,8 @@ class ParallelOptimizer(Optimizer):
         """The state of this rank's shards, for :meth:`load_state_dict` on the same rank of the same plan.
 
         Its groups have the names of their parameters as ``param_names`` and, under ZeRO, as ``param_shards`` the range of
-        each that is this rank's, see :class:`ParameterShard`. Masters of low-precision parameters are saved with the state.
+        each that is this rank's, see :class:`ParameterShard`, or ``"whole"``. Masters of low-precision parameters are saved
+        with the state.
         """
         self._gathering.finish()
         return with_masters(super().state_dict(), self)
@@ -190,11 +199,12 @@ class ParallelOptimizer(Optimizer):
         def run() -> Any:
             nonlocal has_run
             if has_run:  # the optimizer may have changed its shards since
+                self._exchange.give_values()
                 self._gathering.run()
                 self._gathering.finish()
             has_run = True
             loss = closure()
-            self._reducer.sync()
+            self._sync()
             return loss if loss is None else self._model.total_loss(loss, self._reducer.divisor)
 
         return run
@@ -207,6 +217,26 @@ class ParallelOptimizer(Optimizer):
         if not self._has_stepped:
             self._has_stepped = True
             self._model.check_copies()
+        self._exchange.take_values()
+
+    def _sync(self) -> None:
+        """Sum the gradients, and bring them to the owners of whole tensors, unless that has happened. Collective."""
+        self._reducer.sync()
+        if self._round != self._reducer.num_rounds:
+            self._exchange.take_gradients()
+            self._round = self._reducer.num_rounds
+
+    @property
+    def _holders(self) -> list[Tensor]:
+        """Tensors whose ``grad``, together, are all that the optimizer or the user sees of the gradients."""
+        return [*self._reducer.holders, *(whole.tensor for whole in self.wholes)]
+
+    @property
+    def _counted(self) -> list[Tensor]:
+        """Tensors that the optimizer sees: those this rank counts where every distinct element is counted once."""
+        pieces = {id(piece) for piece in self._exchange.pieces}
+        counted = [tensor for tensor in self._reducer.counted if id(tensor) not in pieces]
+        return counted + [whole.tensor for whole in self.wholes if whole.is_counted]
 
     def _check_attached(self) -> None:
         if not self._reducer.is_attached:
@@ -228,12 +258,13 @@ def build_optimizer(
 ) -> ParallelOptimizer:
     """An optimizer for a module that is, or contains, compiled modules; parts that were not compiled are trained too.
 
-    ``optimizer_fn(parameters, **kwargs)`` is an optimizer class or a function that returns an optimizer; with ZeRO a function
-    is called twice, as it must be known what it makes before shards are made for it. ``param_groups`` gives the options of
-    each parameter by name (``lambda name, p: {"weight_decay": 0.0} if p.ndim < 2 else {}``); those with equal options form a
+    ``optimizer_fn(parameters, **kwargs)`` is an optimizer class or a function that returns an optimizer. A function may be
+    called twice, as it must be known what it makes before shards are made for it. ``param_groups`` gives the options of each
+    parameter by name (``lambda name, p: {"weight_decay": 0.0} if p.ndim < 2 else {}``); those with equal options form a
     group. ``elementwise=True`` declares of an optimizer we do not know that its update of an element depends on that element
-    alone, so that it may work on shards. Under ZeRO it is given flat pieces of the parameters then; other optimizers get
-    whole parameters, each on one rank, and empty tensors in the place of those that other ranks own.
+    alone, so that it may work on shards. Under ZeRO it is given flat pieces of the parameters then. Other optimizers get
+    whole parameters: under ZeRO, and of those that the plan cuts, each on one rank, and empty tensors in the place of those
+    that other ranks own.
 
     Gradients are reduced, and optimizer state is split, as the modules were compiled to (``grad_reduction``,
     ``use_async_reducer``, ``reducer_bucket_cap_mb``, ``use_zero`` and the options beside it). ``compute_config`` says it where
@@ -247,32 +278,37 @@ def build_optimizer(
     config = None if compute_config is None else ComputeConfig.of(compute_config)
     model = TrainedModel(module, config)
     parameters = dict(module.named_parameters())
-    tensors: Mapping[str, nn.Parameter] = parameters
-    if model.settings.makes_shards:
-        kind, updated = _kind_of(optimizer_fn, parameters, param_groups, kwargs)
-        is_elementwise = elementwise or kind in ELEMENTWISE
-        _check_kind(kind, model, updated, is_elementwise)
-        reducer = model.make_reducer(whole_parameters=not is_elementwise)
-        shards = shards_of(reducer.buckets)
-        tensors = {**parameters, **{shard.name: shard.tensor for shard in shards}}
+    kind, updated, optimizer = _kind_of(optimizer_fn, parameters, param_groups, kwargs)
+    is_elementwise = elementwise or kind in ELEMENTWISE
+    _check_kind(kind, model, is_elementwise)
+    cut = [] if is_elementwise else [item for item in model.cut if item.name in updated]
+    owns_wholes = not is_elementwise if model.settings.makes_shards else None
+    reducer = model.make_reducer(owns_wholes, exchanged={item.name for item in cut})
+    shards = shards_of(reducer.buckets)
+    exchange = WholeParameters() if is_elementwise else whole_parameters(model.world, cut, shards, model.settings)
+    tensors: Mapping[str, nn.Parameter] = {
+        **parameters,
+        **{shard.name: shard.tensor for shard in shards},
+        **{whole.name: whole.tensor for whole in exchange.members},
+    }
+    exchange.take_values()
+    if optimizer is None or shards or exchange.members:
         optimizer = optimizer_fn(_parameters(parameters, tensors, param_groups), **kwargs)
-        names = _names(optimizer, tensors)
-    else:
-        optimizer, shards = optimizer_fn(_parameters(parameters, parameters, param_groups), **kwargs), []
-        names = _names(optimizer, parameters)
-        _check_kind(type(optimizer), model, set(names.values()), elementwise or type(optimizer) in ELEMENTWISE)
-        reducer = model.make_reducer()
+    exchange.release()
+    names = _names(optimizer, tensors)
     user_class = type(optimizer)
     name = f"Parallel{user_class.__name__}"
     optimizer.__class__ = type(name, (ParallelOptimizer, user_class), {"__doc__": user_class.__doc__})
     parallel = cast(ParallelOptimizer, optimizer)
     parallel._model, parallel._reducer = model, reducer
     parallel._gathering, parallel.shards = _gathering_of(module, reducer, model), tuple(shards)
-    ranges = {shard.name: [shard.start, shard.stop] for shard in shards}
+    parallel._exchange, parallel.wholes = exchange, exchange.members
+    ranges: dict[str, Any] = {shard.name: [shard.start, shard.stop] for shard in shards if model.settings.stage}
+    ranges |= {whole.name: WHOLE if whole.is_owner else [0, 0] for whole in exchange.members}
     for group in parallel.param_groups:
         # Where torch keeps names too: state dicts carry them, and can be merged without the module.
         group["param_names"] = [names[id(tensor)] for tensor in group["params"]]
-        if shards and model.settings.stage:
+        if ranges:
             group["param_shards"] = [ranges.get(name) for name in group["param_names"]]
     for shard in shards:
         shard.settle()
@@ -336,30 +372,30 @@ def _kind_of(
     parameters: Mapping[str, nn.Parameter],
     param_groups: Callable[[str, nn.Parameter], Mapping[str, Any]] | None,
     options: Mapping[str, Any],
-) -> tuple[type[Optimizer], Collection[str]]:
-    """The class of the optimizer, and the names of what it updates. A function must be called to know."""
+) -> tuple[type[Optimizer], Collection[str], Optimizer | None]:
+    """The class of the optimizer, and the names of what it updates. A function must be called to know: then also its result."""
     called: Any = optimizer_fn.func if isinstance(optimizer_fn, partial) else optimizer_fn
     if isinstance(called, type) and issubclass(called, Optimizer):
-        return called, parameters.keys()
-    probe = optimizer_fn(_parameters(parameters, parameters, param_groups), **options)
-    return type(probe), set(_names(probe, parameters).values())
+        return called, parameters.keys(), None
+    made = _checked(optimizer_fn(_parameters(parameters, parameters, param_groups), **options))
+    return type(made), set(_names(made, parameters).values()), made
 
 
-def _check_kind(kind: type[Optimizer], model: TrainedModel, updated: Collection[str], is_elementwise: bool) -> None:
-    """Refuse optimizers that cannot work on what this rank has of the parameters they update."""
-    if is_elementwise:
+def _check_kind(kind: type[Optimizer], model: TrainedModel, is_elementwise: bool) -> None:
+    """Refuse optimizers for which it matters that ranks update different parts of the model. On all ranks alike."""
+    if is_elementwise or not issubclass(kind, torch.optim.LBFGS):
         return
-    for name, _, layout in model.cut_parameters():
-        if name in updated:
-            raise ConfigError(
-                f"{kind.__name__} may need whole tensors, but {name!r} is split over ranks",
-                why=f"its layout is {layout}; only optimizers that treat every element by itself work on a piece",
-                hint="use one of torch.optim's elementwise optimizers, plan without splitting parameters, or pass "
-                "elementwise=True if an element's update depends on nothing but its own gradients",
-            )
-    if model.settings.stage and issubclass(kind, torch.optim.LBFGS):
+    why = "its update of a parameter depends on the gradients of all others"
+    if model.settings.stage:
         raise ConfigError(
             f"{kind.__name__} cannot be split over ranks by ZeRO",
-            why="its update of a parameter depends on the gradients of all others",
+            why=why,
             hint="leave out use_zero, or use an optimizer that treats each parameter by itself",
+        )
+    elsewhere = model.part_elsewhere()
+    if elsewhere is not None:
+        raise ConfigError(
+            f"{kind.__name__} cannot train a model of which ranks have different parts",
+            why=f"{why}, and {elsewhere}",
+            hint="plan with dp, or use an optimizer that treats each parameter by itself",
         )

@@ -34,6 +34,7 @@ class Reducer:
     ``buckets``: in the order in which backward is expected to fill them. ``divisor``: the number of units where gradients are
     averaged over them, else 1. ``asynchronous``: buckets are summed while backward runs. ``frees_gradients``: they are summed
     in backward in any case, and freed then. ``cause``: the setting that one of these comes from, for messages.
+    ``num_rounds``: how often gradients have been asked for anew, after a step or when they were cleared.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Reducer:
         self.frees_gradients = frees_gradients
         self._cause = cause
         self.is_synced = False
+        self.num_rounds = 0
         self._next = 0  # the first bucket that has not started
         self._holding = False
         self._pre_hooks: Hooks = OrderedDict()
@@ -131,6 +133,7 @@ class Reducer:
             for bucket in self.buckets:
                 bucket.wait()  # for sums under way that nobody asked for: their buffers must not be touched before
         self.is_synced = False
+        self.num_rounds += 1
         self._expect()
 
     def _expect(self) -> None:

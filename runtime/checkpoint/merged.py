@@ -21,11 +21,12 @@ from shardwright.runtime.checkpoint.optimizer_state import (
     load_named_state,
 )
 from shardwright.runtime.checkpoint.ordering import ordered_groups, reordered, united, united_groups
-from shardwright.runtime.checkpoint.state_place import PARAM_SHARDS, StatePlace, state_places
+from shardwright.runtime.checkpoint.state_place import PARAM_SHARDS, Bounds, StatePlace, state_places
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.regions import Region, copy_shared
 from shardwright.runtime.zero.state import MASTER
+from shardwright.runtime.zero.wholes import WHOLE
 
 RANDOM = "shardwright.random"
 """Where the metadata of a merged state dict keeps seed, step and microbatch of the compiled modules."""
@@ -132,7 +133,7 @@ class _RankState:
         """The shape of the whole and the region of this rank's piece; a tensor of an ordinary module is whole."""
         return self._places.get(name, (local_shape, Region.whole(local_shape)))
 
-    def state_place(self, name: str, shapes: Mapping[str, tuple[int, ...]], bounds: tuple[int, int] | None) -> StatePlace:
+    def state_place(self, name: str, shapes: Mapping[str, tuple[int, ...]], bounds: Bounds | None) -> StatePlace:
         """Where the state of a parameter lies. ``shapes``: of what compiled modules do not know. ``bounds``: under ZeRO, which
         elements of the flattened piece are the rank's.
         """
@@ -275,10 +276,10 @@ def _saved_names(state_dict: Mapping[str, Any]) -> list[list[str]]:
     return [group[PARAM_NAMES] for group in groups]
 
 
-def _saved_bounds(state_dict: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Under ZeRO, by name, which elements of the flattened piece of a parameter are the rank's."""
+def _saved_bounds(state_dict: Mapping[str, Any]) -> dict[str, Bounds]:
+    """By name, which elements of the flattened piece of a parameter are the rank's, where it says so."""
     return {
-        name: (bounds[0], bounds[1])
+        name: WHOLE if bounds == WHOLE else (bounds[0], bounds[1])
         for group in state_dict["param_groups"]
         for name, bounds in zip(group[PARAM_NAMES], group.get(PARAM_SHARDS, ()), strict=False)
         if bounds is not None

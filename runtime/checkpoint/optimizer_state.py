@@ -13,6 +13,7 @@ from shardwright.runtime.checkpoint.ordering import Groups
 from shardwright.runtime.checkpoint.state_place import PARAM_SHARDS, shards_of, state_places
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.zero.state import MASTER
+from shardwright.runtime.zero.wholes import WholeParameter
 
 StateDict = dict[str, Any]
 
@@ -153,7 +154,8 @@ def read_lacking_masters(optimizer: Optimizer, holdings: Holdings, state: NamedS
     """Masters that ``state`` lacks are the parameters as they are now."""
     names = {id(holding.tensor): holding.name for holding in holdings.tensors}
     for shard in shards_of(optimizer):
-        if not shard.is_view and MASTER not in state.state.get(names[id(shard.parameter)], {}):
+        has_master = shard.has_master if isinstance(shard, WholeParameter) else not shard.is_view
+        if has_master and MASTER not in state.state.get(names[id(shard.parameter)], {}):
             shard.read()
 
 

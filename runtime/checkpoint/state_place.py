@@ -14,9 +14,15 @@ from shardwright.runtime.checkpoint.holdings import Holding, Holdings
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.regions import Region, shared_elements
 from shardwright.runtime.zero.shards import ParameterShard
+from shardwright.runtime.zero.wholes import WholeParameter
 
 PARAM_SHARDS = "param_shards"
-"""Where groups of a distributed optimizer keep, by parameter, which elements of the flattened local piece are the rank's."""
+"""Where groups of a parallel optimizer keep, by parameter, which elements of the flattened local piece are the rank's, or that
+it has the state of the whole tensor.
+"""
+
+Bounds = tuple[int, int] | str
+"""A range of elements of the flattened local piece, or ``"whole"``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +44,13 @@ class StatePlace:
     device: torch.device | str = "cpu"
 
     @classmethod
-    def of(cls, holding: Holding, shard: ParameterShard | None) -> StatePlace:
-        """Of a parameter that the rank holds, and under ZeRO updates a part of."""
+    def of(cls, holding: Holding, shard: ParameterShard | WholeParameter | None) -> StatePlace:
+        """Of a parameter that the rank holds. ``shard``: what it updates of it, if that is something else."""
         device = holding.tensor.device
+        if isinstance(shard, WholeParameter):
+            whole = (Region.whole(shard.shape),) if shard.is_owner else ()
+            shape = tuple(shard.tensor.shape)
+            return cls(holding.name, holding.shape, whole, (shape,), shard.is_counted, shard.has_master, device)
         if shard is None:
             return cls(holding.name, holding.shape, (holding.region,), (holding.region.shape,), holding.is_owned, False, device)
         regions = holding.region.parts(shard.start, shard.stop)
@@ -48,13 +58,15 @@ class StatePlace:
         return cls(holding.name, holding.shape, regions, (tuple(shard.tensor.shape),), is_owned, has_master, device)
 
     @classmethod
-    def saved(cls, name: str, shape: tuple[int, ...], region: Region, bounds: tuple[int, int] | None) -> StatePlace:
+    def saved(cls, name: str, shape: tuple[int, ...], region: Region, bounds: Bounds | None) -> StatePlace:
         """As state dicts tell it: ``region`` of the parameter, ``bounds`` of its elements, or all if there are none.
 
         Nothing tells there whether an optimizer that has all elements was given them flat.
         """
         if bounds is None:
             return cls(name, shape, (region,), (region.shape,))
+        if isinstance(bounds, str):
+            return cls(name, shape, (Region.whole(shape),), (shape,))
         flat = (bounds[1] - bounds[0],)
         shapes = (flat, region.shape) if flat == (region.num_elements,) else (flat,)
         return cls(name, shape, region.parts(*bounds), shapes)
@@ -107,9 +119,11 @@ def num_shared(a: tuple[Region, ...], b: tuple[Region, ...]) -> int:
     return sum(shared_elements(one, other) for one in a for other in b)
 
 
-def shards_of(optimizer: Optimizer) -> tuple[ParameterShard, ...]:
-    """What a distributed optimizer updates of the parameters whose state it splits; nothing for others."""
-    return getattr(optimizer, "shards", ())
+def shards_of(optimizer: Optimizer) -> tuple[ParameterShard | WholeParameter, ...]:
+    """What a parallel optimizer updates of parameters in the place of what the module holds; nothing for others."""
+    wholes: tuple[WholeParameter, ...] = getattr(optimizer, "wholes", ())
+    exchanged = {whole.name for whole in wholes}
+    return (*wholes, *(shard for shard in getattr(optimizer, "shards", ()) if shard.name not in exchanged))
 
 
 def state_places(optimizer: Optimizer, holdings: Holdings) -> dict[str, StatePlace]:

@@ -78,7 +78,7 @@ class ShardedBucket(Bucket):
         tensors: list[Tensor] = [shard.tensor for shard in self.shards]
         if self._scatters:
             return tensors
-        copies = [shard.tensor for shard in self.shards if shard.tensor.dtype != self.dtype or not self._is_contiguous]
+        copies = [shard.tensor for shard in self.shards if shard.tensor.grad_dtype != self.dtype or not self._is_contiguous]
         return [*super().holders, *copies]
 
     @property
@@ -178,7 +178,7 @@ class ShardedBucket(Bucket):
             if not self._is_contiguous:
                 self._buffer, self._views = None, []
         if self.shards:
-            mine = mine.to(self.shards[0].tensor.dtype)
+            mine = mine.to(self.shards[0].tensor.grad_dtype)
         for index, (shard, offset) in enumerate(zip(self.shards, self.offsets, strict=True)):
             used = index in self._used and shard.num_elements > 0
             gradient = mine[offset : offset + shard.num_elements].view(shard.tensor.shape) if used else None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from shardwright.runtime.bucket import Bucket, GradientSum
+from shardwright.runtime.bucket import Bucket, GradientSum, hold_gradients_in
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.world import World
 from shardwright.runtime.zero.arena import Arenas
@@ -22,12 +22,20 @@ from shardwright.runtime.zero.split import balanced_owners, even_sizes, owned_si
 
 
 def sharded_buckets(
-    world: World, packed: Sequence[Sequence[GradientSum]], settings: ReductionSettings, *, whole_parameters: bool
+    world: World,
+    packed: Sequence[Sequence[GradientSum]],
+    settings: ReductionSettings,
+    *,
+    whole_parameters: bool,
+    exchanged: Collection[str] = (),
 ) -> list[Bucket]:
     """The buckets of ``packed``, with this rank's shards of their parameters. Collective.
 
     ``whole_parameters``: each parameter is updated by one rank; else ranks update equal slices of a bucket. A parameter that no
     other rank has a copy of stays what it is. Without a stage each rank updates all of every parameter, in its own shape.
+
+    ``exchanged``: names of parameters that the optimizer gets from several ranks, see :mod:`exchange`; their shards are pieces
+    on the way, with gradients in the dtype in which they are reduced.
 
     Raises :class:`ConfigError` if masters are to be kept as remainders of parameters that cannot be a part of them.
     """
@@ -59,7 +67,7 @@ def sharded_buckets(
             make_contiguous(item.members, buffer)
         if settings.keeps_gradient_buffer:
             arena = gradients.of(settings.gradient_dtype(item.dtype))
-        shards = _shards(item, settings, leaders, flat=owners is None)
+        shards = _shards(item, settings, leaders, flat=owners is None, exchanged=exchanged)
         buckets.append(ShardedBucket(item.members, item.group, item.slice_sizes, shards, settings, buffer, arena))
     return buckets
 
@@ -89,11 +97,16 @@ def _lay(members: Sequence[GradientSum], group: ZeroGroup, owners: Mapping[str, 
     return _Laid(members, group, owned_sizes(sizes, [owners[item.name] for item in members], group.inside.size))
 
 
-def _shards(laid: _Laid, settings: ReductionSettings, leaders: Mapping[str, set[int]], *, flat: bool) -> list[ParameterShard]:
+def _shards(
+    laid: _Laid, settings: ReductionSettings, leaders: Mapping[str, set[int]], *, flat: bool, exchanged: Collection[str]
+) -> list[ParameterShard]:
     group, shards = laid.group, []
     for item, ranges in zip(laid.members, pieces(laid.sizes, laid.slice_sizes), strict=True):
         start, stop = ranges[group.inside.index]
-        tensor, is_view = shard_tensor(item.parameter, start, stop, settings.state_dtype(laid.dtype), flat=flat)
+        dtype = laid.dtype if item.name in exchanged else settings.state_dtype(laid.dtype)
+        tensor, is_view = shard_tensor(item.parameter, start, stop, dtype, flat=flat)
+        if item.name in exchanged:
+            hold_gradients_in(tensor, settings.gradient_dtype(laid.dtype))
         remainder = None
         if settings.stores_remainders and laid.dtype == torch.bfloat16 and start < stop:
             remainder = Remainder(torch.zeros(stop - start, dtype=torch.int16, device=tensor.device))

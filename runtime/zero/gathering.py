@@ -121,7 +121,7 @@ def gathered_gradients(buckets: Iterable[Bucket]) -> dict[str, Tensor | None]:
         if not isinstance(bucket, ShardedBucket):
             gradients.update((member.name, member.parameter.grad) for member in bucket.members)
             continue
-        dtype = bucket.shards[0].tensor.dtype
+        dtype = bucket.shards[0].tensor.grad_dtype
         buffer = torch.zeros(bucket.length, dtype=dtype, device=bucket.members[0].parameter.device)
         for shard, offset in zip(bucket.shards, bucket.offsets, strict=True):
             if shard.tensor.grad is not None:

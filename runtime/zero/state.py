@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.zero.shards import ParameterShard
+from shardwright.runtime.zero.wholes import WHOLE, WholeParameter
 
 if TYPE_CHECKING:
     from shardwright.runtime.optimizer import ParallelOptimizer
@@ -22,8 +23,8 @@ StateDict = dict[str, Any]
 def with_masters(state_dict: StateDict, optimizer: ParallelOptimizer) -> StateDict:
     """An optimizer's state dict with the masters of its shards."""
     state = dict(state_dict["state"])
-    for number, shard in _masters(optimizer):
-        state[number] = {**state.get(number, {}), MASTER: shard.value}
+    for number, owner in _masters(optimizer):
+        state[number] = {**state.get(number, {}), MASTER: owner.value}
     return {**state_dict, "state": state}
 
 
@@ -50,21 +51,24 @@ def without_masters(state_dict: Mapping[str, Any], optimizer: ParallelOptimizer)
 
 def load_masters(state_dict: Mapping[str, Any], optimizer: ParallelOptimizer) -> None:
     """Give the shards the masters of ``state_dict``; those that it lacks are the parameters as they are."""
-    for number, shard in _masters(optimizer):
+    for number, owner in _masters(optimizer):
         master = state_dict["state"].get(number, {}).get(MASTER)
         if isinstance(master, Tensor):
-            shard.load(master)
+            owner.load(master)
         else:
-            shard.read()
+            owner.read()
 
 
-def _masters(optimizer: ParallelOptimizer) -> Iterator[tuple[int, ParameterShard]]:
-    """The shards that are no views, with the numbers of their tensors in a state dict."""
-    shards = {id(shard.tensor): shard for shard in optimizer.shards if not shard.is_view and shard.num_elements}
+def _masters(optimizer: ParallelOptimizer) -> Iterator[tuple[int, ParameterShard | WholeParameter]]:
+    """The shards that are no views and the whole tensors that stay, with the numbers of their tensors in a state dict."""
+    owners: dict[int, ParameterShard | WholeParameter] = {
+        id(shard.tensor): shard for shard in optimizer.shards if not shard.is_view and shard.num_elements
+    }
+    owners |= {id(whole.tensor): whole for whole in optimizer.wholes if whole.has_master}
     tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
     for number, tensor in enumerate(tensors):
-        if id(tensor) in shards:
-            yield number, shards[id(tensor)]
+        if id(tensor) in owners:
+            yield number, owners[id(tensor)]
 
 
 def _first_difference(names: list[str], there: list[Any] | None, here: list[Any] | None) -> str:
@@ -75,8 +79,10 @@ def _first_difference(names: list[str], there: list[Any] | None, here: list[Any]
     raise AssertionError("there is no difference")
 
 
-def _range(found: list[int] | None) -> str:
+def _range(found: list[int] | str | None) -> str:
     if found is None:
         return "all elements"
+    if isinstance(found, str):
+        return f"the {WHOLE} tensor"
     start, stop = found
     return f"elements {start} to {stop}" if start < stop else "no element"

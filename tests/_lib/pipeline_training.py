@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from shardwright.runtime.optimizer import build_optimizer
 from shardwright.runtime.world import current_world
 
 STEPS = 3
+
+Factory = Callable[[Any], torch.optim.Optimizer]
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -30,10 +33,15 @@ def samples_of(step: int, unit: int, count: int) -> list[dict[str, Tensor]]:
 
 
 def train_reference(
-    pipe: Pipe, model: Net, num_units: int = 1, dummies: tuple[int, ...] = (), steps: int = STEPS
+    pipe: Pipe,
+    model: Net,
+    num_units: int = 1,
+    dummies: tuple[int, ...] = (),
+    steps: int = STEPS,
+    make: Factory = adamw,
 ) -> dict[str, Any]:
     """One device: the sum over units and samples. Statistics of batch norms are those of unit 0."""
-    optimizer = adamw(model.parameters())
+    optimizer = make(model.parameters())
     record: dict[str, Any] = {"losses": [], "norms": [], "logits": [], "counts": []}
     for step in range(steps):
         optimizer.zero_grad()
@@ -58,11 +66,15 @@ def train_reference(
 
 
 def train_rank(
-    directory: str, config: dict[str, Any] | None = None, dummies: tuple[int, ...] = (), steps: int = STEPS
+    directory: str,
+    config: dict[str, Any] | None = None,
+    dummies: tuple[int, ...] = (),
+    steps: int = STEPS,
+    make: Factory = adamw,
 ) -> dict[str, Any]:
     """What one rank has after the same steps."""
     module = load_class(directory)()
-    optimizer = build_optimizer(module, adamw, config)
+    optimizer = build_optimizer(module, make, config)
     record: dict[str, Any] = {"losses": [], "norms": [], "logits": [], "counts": []}
     for step in range(steps):
         samples = samples_of(step, module.ranks.unit, module.num_microbatches)

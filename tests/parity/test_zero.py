@@ -46,11 +46,9 @@ Case = dict[str, Any]
 
 
 def is_possible(case: Case) -> bool:
-    policy, plan_ngpus, num_ranks, _ = case["plan"]
-    cut = policy in ("tp", "hybrid") or (policy == "pp" and plan_ngpus > 2)
-    whole = case["optimizer"] in ("muonlike", "adafactor")
+    _, plan_ngpus, num_ranks, _ = case["plan"]
     undivided = case["zero"].get("use_zero") == 0 and case["groups"] > 1
-    return num_ranks // plan_ngpus % case["groups"] == 0 and not (cut and whole) and not undivided
+    return num_ranks // plan_ngpus % case["groups"] == 0 and not undivided
 
 
 def pairwise() -> list[Case]:

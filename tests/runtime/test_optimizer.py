@@ -377,22 +377,6 @@ def test_groups_cannot_be_added_later(tmp_path):
     )
 
 
-def test_an_optimizer_that_needs_whole_tensors(tmp_path):
-    directory = compiled(tmp_path)
-
-    def build(rank):
-        module = load_class(directory)()
-        build_optimizer(module, torch.optim.Adafactor, elementwise=True)
-        return refused(build_optimizer, module, torch.optim.Adafactor)
-
-    assert run_ranks(2, build)[0] == (
-        "Adafactor may need whole tensors, but 'layers.0.weight' is split over ranks\n"
-        "  why:   its layout is [10/tp, 6] G(dp); only optimizers that treat every element by itself work on a piece\n"
-        "  try:   use one of torch.optim's elementwise optimizers, plan without splitting parameters, or pass "
-        "elementwise=True if an element's update depends on nothing but its own gradients"
-    )
-
-
 def test_what_is_no_optimizer():
     model = torch.nn.Linear(1, 1)
     assert "it returned a list" in refused(build_optimizer, model, list)

@@ -91,6 +91,7 @@ WHOLE = ["flat", "owned in groups", "more ranks than some parameters have elemen
 
 
 SLOW = [(plan, name) for plan in WHOLE for name in ("muonlike", "adafactor") if plan != "owned in groups"]
+SLOW += [("groups", "muonlike"), ("inside a unit", "adafactor"), ("small buckets", "adafactor"), ("plain", "muonlike")]
 
 
 @pytest.mark.parametrize(
@@ -98,6 +99,7 @@ SLOW = [(plan, name) for plan in WHOLE for name in ("muonlike", "adafactor") if 
     [(plan, "adam") for plan in (*CUT, *WHOLE)]
     + [("owned in groups", name) for name in ("muonlike", "adafactor", "adagrad")]
     + [("inside a unit", "adagrad"), ("uneven", "sgd")]
+    + [("uneven", "muonlike"), ("plain", "adafactor")]
     + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW],
 )
 def test_merged_equals_one_device(tmp_path, plan, optimizer):
@@ -140,7 +142,7 @@ def test_merged_equals_one_device(tmp_path, plan, optimizer):
 
 TOURS = {
     "adamw": ["flat", "inside a unit", "plain", "groups", "one", "uneven", "small buckets", "one", "table"],
-    "muonlike": ["flat", "one", "owned in groups", "table", "one", "more ranks than some parameters have elements"],
+    "muonlike": ["flat", "uneven", "one", "owned in groups", "plain", "groups", "table", "inside a unit", "one"],
 }
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from shardwright.compiler.cost.adapters import reduction_s, step_time
 from shardwright.compiler.cost.collectives import collective_s
@@ -12,11 +12,11 @@ from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.local import local_bytes
 from shardwright.compiler.cost.memory import ADAM, OptimizerMemory
 from shardwright.compiler.cost.operators import OperatorTimes, OpTime, op_time, optimizer_s
-from shardwright.compiler.cost.saved import saved_for_backward
-from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.passes.stages import from_nothing
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
-from shardwright.policies.autodist.stages import Block
+from shardwright.policies.autodist.chain import Part
+from shardwright.policies.autodist.kept import Kept
+from shardwright.policies.autodist.stages import Again, Block
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Layout, Mesh
 
@@ -32,32 +32,109 @@ class Setting:
     times: OperatorTimes | None = None
 
 
-def block_costs(program: Program, starts: Sequence[int], layers: Mapping[int, str], setting: Setting) -> list[Block]:
-    """The blocks that begin at the positions ``starts`` of the graph's operators; those in ``layers`` may be computed again.
+MAX_WAYS = 8
+"""The most ways to compute a block again that are told apart, the ones that save most in their time first."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """Modules of a block that are computed again, and what that takes and saves."""
+
+    parts: tuple[Part, ...]
+    again: Again
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The blocks without anything computed again; ``ways[block]``: the ways to do so, none better than another in both."""
+
+    blocks: list[Block]
+    ways: list[tuple[Way, ...]]
+
+    def free(self) -> list[Block]:
+        """The blocks with all their ways."""
+        found = zip(self.blocks, self.ways, strict=True)
+        return [replace(block, again=tuple(way.again for way in ways)) for block, ways in found]
+
+
+def block_costs(
+    program: Program,
+    starts: Sequence[int],
+    parts: Mapping[int, Sequence[Part]],
+    setting: Setting,
+    only: Callable[[Part], bool] | None = None,
+) -> Costs:
+    """The blocks that begin at the positions ``starts`` of the graph's operators. ``parts``: by block, what may be computed
+    again; with ``only``, what it names is, and nothing else may be.
 
     Adapters count to the block that needs them; a parameter, its gradient, optimizer state, reduction and update to the first
     block that uses it.
     """
     walk = _Walk(program, starts, setting)
-    forward, backward = [0.0] * len(starts), [0.0] * len(starts)
-    for block, instruction in walk.by_block():
+    forward, backward = [0.0] * len(program.graph.ops), [0.0] * len(program.graph.ops)
+    for place, instruction in walk.by_place():
         time = walk.time_of(instruction)
-        forward[block] += time.forward_s
-        backward[block] += time.backward_s
+        forward[place] += time.forward_s
+        backward[place] += time.backward_s
     held, once = walk.parameters()
-    kept, entering = walk.activations()
-    return [
-        Block(
-            forward[block],
-            backward[block],
-            once[block],
-            held[block],
-            kept[block],
-            min(entering[block], kept[block]) if block in layers else None,
-            walk.transfer_s(entering[block]) if block else 0.0,
+    kept = walk.kept()
+
+    def again(chosen: Iterable[Part]) -> Again:
+        listed = list(chosen)
+        return Again(
+            sum(sum(forward[part.start : part.stop]) for part in listed),
+            float(sum(kept.saved(part.start, part.stop) for part in listed)),
         )
-        for block in range(len(starts))
-    ]
+
+    blocks, ways = [], []
+    for block, (start, stop) in enumerate(zip(starts, [*starts[1:], len(forward)], strict=True)):
+        own = parts.get(block, ())
+        entering = kept.entering(start, stop)
+        fixed = again(_outermost(part for part in own if only(part))) if only else Again(0.0, 0.0)
+        blocks.append(
+            Block(
+                sum(forward[start:stop]),
+                sum(backward[start:stop]) + fixed.time_s,
+                once[block],
+                held[block],
+                kept.first(start, stop) - fixed.saved_bytes,
+                transfer_s=walk.transfer_s(entering) if block else 0.0,
+            )
+        )
+        ways.append(() if only else useful_ways([Way((part,), again((part,))) for part in own]))
+    return Costs(blocks, ways)
+
+
+def _outermost(parts: Iterable[Part]) -> list[Part]:
+    """Those that are not inside another."""
+    listed = sorted(parts, key=lambda part: (part.start, -part.stop))
+    found: list[Part] = []
+    for part in listed:
+        if not found or part.start >= found[-1].stop:
+            found.append(part)
+    return found
+
+
+def useful_ways(single: Sequence[Way]) -> tuple[Way, ...]:
+    """Each module by itself; and together, the one that saves most in its time first, as far as they do not overlap."""
+    useful = [way for way in single if way.again.saved_bytes > 0]
+    useful.sort(key=lambda way: (way.again.time_s / way.again.saved_bytes, way.parts[0].start))
+    found, joined = list(useful), Way((), Again(0.0, 0.0))
+    for way in useful:
+        (part,) = way.parts
+        if all(part.stop <= other.start or other.stop <= part.start for other in joined.parts):
+            time, saved = joined.again.time_s + way.again.time_s, joined.again.saved_bytes + way.again.saved_bytes
+            joined = Way((*joined.parts, part), Again(time, saved))
+            found.append(joined)
+    found.sort(key=lambda way: (way.again.time_s, -way.again.saved_bytes, len(way.parts)))
+    best: list[Way] = []
+    for way in found:
+        if not best or way.again.saved_bytes > best[-1].again.saved_bytes:
+            best.append(way)
+    if len(best) > MAX_WAYS:
+        kept = {id(way) for way in sorted(best[:-1], key=lambda way: way.again.time_s / way.again.saved_bytes)[: MAX_WAYS - 1]}
+        best = [way for way in best if id(way) in kept or way is best[-1]]
+    return tuple(best)
 
 
 def operator_times(program: Program, setting: Setting) -> dict[str, float]:
@@ -65,17 +142,17 @@ def operator_times(program: Program, setting: Setting) -> dict[str, float]:
     stage makes for itself.
     """
     free = from_nothing(program.graph)
-    walk = _Walk(program, range(len(program.graph.ops)), setting)
+    walk = _Walk(program, [0], setting)
     times = dict.fromkeys((op.name for op in program.graph.ops), 0.0)
-    for block, instruction in walk.by_block():
-        name = program.graph.ops[block].name
+    for place, instruction in walk.by_place():
+        name = program.graph.ops[place].name
         if name not in free:
             times[name] += walk.time_of(instruction).total_s
     return times
 
 
 class _Walk:
-    """The instructions of a program by block."""
+    """The instructions of a program by block, and by place: the position of an operator in those of the graph."""
 
     def __init__(self, program: Program, starts: Sequence[int], setting: Setting) -> None:
         self.program, self.starts, self.setting = program, starts, setting
@@ -90,15 +167,20 @@ class _Walk:
                 results = zip(instruction.op.results, instruction.layouts, strict=True)
                 self.layouts.update({value.name: layout for value, layout in results})
 
-    def by_block(self) -> list[tuple[int, Instruction]]:
-        """Every instruction with its block; an adapter has that of the next operator."""
+    def by_place(self) -> list[tuple[int, Instruction]]:
+        """Every instruction with its place; an adapter has that of the next operator."""
         found: list[tuple[int, Instruction]] = []
-        block = len(self.starts) - 1
+        place = len(self.positions) - 1
         for instruction in reversed(self.program.body):
             if isinstance(instruction, Compute):
-                block = bisect.bisect_right(self.starts, self.positions[instruction.original.name]) - 1
-            found.append((block, instruction))
+                place = self.positions[instruction.original.name]
+            found.append((place, instruction))
         return found[::-1]
+
+    def kept(self) -> Kept:
+        """What operators keep for the backward."""
+        own = {declaration.value.name for declaration in self.program.declarations}
+        return Kept(self.by_place(), own, self.mesh, self.layouts)
 
     def time_of(self, instruction: Instruction) -> OpTime:
         """Seconds of an operator or an adapter."""
@@ -146,48 +228,6 @@ class _Walk:
             )
         return held, once
 
-    def activations(self) -> tuple[list[float], list[float]]:
-        """By block: bytes that autograd keeps of one microbatch, each storage where it is kept first; and bytes that come in
-        from the blocks before.
-        """
-        kept, entering = [0.0] * len(self.starts), [0.0] * len(self.starts)
-        own = {declaration.value.name for declaration in self.program.declarations}
-        roots: dict[str, str] = {}
-        made_in: dict[str, int] = {}
-        seen: set[str] = set()
-        entered: set[tuple[str, int]] = set()
-
-        def root_of(value: IRValue) -> str:
-            return roots.get(value.name, value.name)
-
-        for block, instruction in self.by_block():
-            reads = instruction.op.operands if isinstance(instruction, Compute) else (instruction.value,)
-            for value in reads:
-                root = root_of(value)
-                if root not in own and made_in.get(root, block) != block and (root, block) not in entered:
-                    entered.add((root, block))
-                    entering[block] += self._bytes(value)
-            if isinstance(instruction, Adapt):
-                if instruction.step.kind in _VIEWS:
-                    roots[instruction.result.name] = root_of(instruction.value)
-                else:
-                    made_in[instruction.result.name] = block
-                continue
-            saved = saved_for_backward(instruction.original, instruction.assignment, self.mesh)
-            for result, position in zip(instruction.op.results, saved.views, strict=False):
-                if position is None:
-                    made_in[result.name] = block
-                else:
-                    roots[result.name] = root_of(instruction.op.operands[position])
-            kept[block] += saved.internal_bytes
-            values = [instruction.op.operands[i] for i in saved.operands] + [instruction.op.results[i] for i in saved.results]
-            for value in values:
-                root = root_of(value)
-                if root not in own and root not in seen:
-                    seen.add(root)
-                    kept[block] += self._bytes(value)
-        return kept, entering
-
     def transfer_s(self, num_bytes: float) -> float:
         """Seconds of a message between neighbouring stages, there and back."""
         hardware, size = self.setting.hardware, self.mesh.size
@@ -195,19 +235,12 @@ class _Walk:
             return 0.0
         return 2 * collective_s(hardware, "send", num_bytes, (self.setting.ranks[0], self.setting.ranks[0] + size))
 
-    def _bytes(self, value: IRValue) -> float:
-        layout = self.layouts.get(value.name)
-        return float(local_bytes(layout, value.dtype, self.mesh)) if layout is not None else 0.0
-
     def _first_uses(self) -> dict[str, int]:
         """Parameter or buffer to the first block that reads it."""
         home: dict[str, int] = {}
-        for block, instruction in self.by_block():
+        for place, instruction in self.by_place():
+            block = bisect.bisect_right(self.starts, place) - 1
             reads = instruction.op.operands if isinstance(instruction, Compute) else (instruction.value,)
             for value in reads:
                 home.setdefault(value.name, block)
         return home
-
-
-_VIEWS = frozenset(("grad_all_reduce", "grad_keep_one"))
-"""Adapters that change nothing in the forward."""

@@ -4,14 +4,16 @@ A stage may begin before any operator that is not inside a recompute region. Goo
 transformer, between blocks and between attention and feed-forward. So places are taken in the order of what crosses them, until
 no block between two places takes more than a small share of the whole, and slivers are joined with their neighbours.
 
-Where layers may have to be computed again, they are the blocks (:func:`layer_blocks`): a region is computed again as a whole.
+Where layers may have to be computed again, they are the blocks (:func:`layer_blocks`), and each may be computed again as
+a whole, or modules that it consists of (:func:`layer_parts`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.passes.stages import from_nothing
@@ -61,6 +63,33 @@ def layer_blocks(graph: IRGraph) -> tuple[list[int], dict[int, str]]:
             assert path is not None
             layers[block] = path
     return starts, layers
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A module whose operators stand together: ``graph.ops[start:stop]``. ``pattern``: its path with ``*`` for the layer."""
+
+    path: str
+    pattern: str
+    start: int
+    stop: int
+
+
+def layer_parts(graph: IRGraph, starts: Sequence[int], layers: Mapping[int, str]) -> dict[int, tuple[Part, ...]]:
+    """By block that is a layer, the layer itself and the modules inside it that may be computed again by themselves."""
+    found = {}
+    for block, layer in layers.items():
+        start, stop = starts[block], starts[block + 1] if block + 1 < len(starts) else len(graph.ops)
+        stem, length = f"{layer.rpartition('.')[0]}.*", layer.count(".") + 1
+        places: dict[str, list[int]] = {}
+        for index in range(start, stop):
+            names = graph.ops[index].module_path.split(".")
+            for end in range(length, len(names) + 1):
+                places.setdefault(".".join(names[:end]), []).append(index)
+        together = {path: at for path, at in places.items() if at[-1] - at[0] + 1 == len(at)}
+        parts = (Part(path, stem + path.removeprefix(layer), at[0], at[-1] + 1) for path, at in together.items())
+        found[block] = tuple(parts)
+    return found
 
 
 def _layer(module_path: str) -> str | None:

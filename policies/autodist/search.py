@@ -4,6 +4,7 @@
         place the whole model on that mesh                                    (placement.py: every operator, exact or bounded)
         for every schedule: cut the chain of blocks into stages               (stages.py: exact under its model)
     lower the most promising plans and audit them: adapters, messages and actions that are really emitted
+        one that takes more memory than was predicted is cut into stages again, with as much less to be used
     the best that fits the memory is the answer
 
 Costs that decide are audited ones. What the search covers exactly and what it restricts is in the certificate: stages have
@@ -13,6 +14,7 @@ equal meshes, consecutive ranks, and the placement that is best for the whole mo
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -27,15 +29,16 @@ from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.lower_stages import lower_stages
 from shardwright.compiler.passes.recompute import mark_recompute
 from shardwright.compiler.passes.stages import stage_of_ops
+from shardwright.compiler.plan.blocks import container_of
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Program
 from shardwright.compiler.schedule.generate import SCHEDULES, generate
 from shardwright.compiler.schedule.memory import peak_in_flight
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
-from shardwright.policies.autodist.blocks import Setting, block_costs, operator_times
+from shardwright.policies.autodist.blocks import Costs, Setting, block_costs, operator_times
 from shardwright.policies.autodist.candidates import Pace, divisors, paces, staged
-from shardwright.policies.autodist.chain import block_starts, layer_blocks
+from shardwright.policies.autodist.chain import Part, block_starts, layer_blocks, layer_parts
 from shardwright.policies.autodist.stages import Block, InFlight, NoFit, Split, split_stages
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
@@ -69,6 +72,12 @@ class Wish:
     recompute: tuple[str, ...] = ()
 
 
+MAX_CORRECTIONS = 3
+"""How often the stages of a schedule are cut again because the audit finds more memory used than the model of stages."""
+
+CORRECTION = 1.05
+"""By how much of that the limit is lowered."""
+
 Placer = Callable[[Wish], Placed]
 """Raises :class:`PlanError` if nothing is allowed, or nothing fits."""
 
@@ -93,8 +102,22 @@ class Space:
 
 
 @dataclass(frozen=True)
+class Attempt:
+    """What a candidate was made of: a placement lowered on the mesh of one position, to be cut into stages for a schedule."""
+
+    title: str
+    placed: Placed
+    program: Program
+    setting: Setting
+    num_positions: int
+    pace: Pace
+
+
+@dataclass(frozen=True)
 class Candidate:
-    """A plan and what it costs. ``predicted_s``: by the model of stages; ``cost``: audited."""
+    """A plan and what it costs. ``predicted_s``: by the model of stages; ``cost``: audited. ``used_bytes``: of the fullest
+    rank, by that model.
+    """
 
     title: str
     plan: Plan
@@ -102,6 +125,8 @@ class Candidate:
     placed: Placed
     split_bound_s: float = 0.0
     cost: PlanCost | None = None
+    used_bytes: float = 0.0
+    attempt: Attempt | None = field(default=None, repr=False, compare=False)
 
     @property
     def bound_s(self) -> float:
@@ -157,7 +182,6 @@ class Search:
         self.hardware, self.optimizer, self.times = hardware, optimizer, times
         self.time_limit_s = time_limit_s
         self.found = Found()
-        self._starts_at: dict[int, list[int]] = {}
 
     def run(self) -> Found:
         """Search until done, out of time, or interrupted from the keyboard."""
@@ -191,7 +215,7 @@ class Search:
         """All schedules on one mesh: placed for speed alone first, and for the memory too if that does not fit, or only with
         layers computed again.
         """
-        title = _title(num_positions, mesh)
+        space, title = self.space, _title(num_positions, mesh)
         seen: list[Plan] = []
         for wish in self._wishes(num_positions, mesh):
             try:
@@ -206,8 +230,10 @@ class Search:
             setting = Setting(self.hardware, self.config, tuple(range(mesh.size)), self.optimizer, self.times)
             program = lower(self.graph, placed.plan)
             tried = [
-                self._try_pace(title, placed, program, setting, num_positions, pace) for pace in self._paces(num_positions)
+                self._try(Attempt(_paced(title, pace), placed, program, setting, num_positions, pace), space.memory_bytes)
+                for pace in self._paces(num_positions)
             ]
+            self.found.others += filter(None, tried)
             if any(candidate is not None and not candidate.plan.recompute for candidate in tried):
                 return
 
@@ -222,7 +248,7 @@ class Search:
             yield Wish(mesh, space.num_microbatches, memory, in_flight, given)
             if space.recompute is None:
                 layers = layer_blocks(self.graph)[1]
-                every = _shortened(tuple(layers.values()), layers)
+                every = tuple(dict.fromkeys(f"{_stem(path)}.*" for path in layers.values()))
                 if every:
                     yield Wish(mesh, space.num_microbatches, memory, in_flight, every)
 
@@ -232,29 +258,24 @@ class Search:
         space = self.space
         return paces(num_positions, space.num_microbatches, space.schedules, space.chunks, most=len(self.graph.ops))
 
-    def _try_pace(
-        self, title: str, placed: Placed, program: Program, setting: Setting, num_positions: int, pace: Pace
-    ) -> Candidate | None:
+    def _try(self, attempt: Attempt, memory_bytes: float) -> Candidate | None:
         """The best stages for a schedule, if any fit."""
-        if pace.schedule:
-            title = f"{title}, {pace.schedule}" + (f" x{pace.chunks}" if pace.chunks > 1 else "")
-        chains = self._chains(program, setting, num_positions * pace.chunks)
+        pace, program = attempt.pace, attempt.program
         best: Candidate | None = None
         needed = float("inf")
-        for starts, layers in chains:
-            blocks = self._blocks(program, starts, layers, setting)
-            split = self._split(blocks, num_positions, pace, placed.plan.mesh.size, self.space.memory_bytes)
+        for starts, layers in self._chains(program, attempt.setting, attempt.num_positions * pace.chunks):
+            costs = self._costs(program, starts, layers, attempt.setting)
+            split = self._split(costs.free(), attempt.num_positions, pace, attempt.placed.plan.mesh.size, memory_bytes)
             if isinstance(split, NoFit):
                 needed = min(needed, split.needed_bytes)
                 continue
-            candidate = self._candidate(title, placed, split, starts, layers, blocks, num_positions, pace)
+            candidate = self._candidate(attempt, split, starts, layers, costs)
             if best is None or candidate.predicted_s < best.predicted_s:
                 best = candidate
         if best is None:
-            self.found.refused[title] = _too_large(needed * pace.chunks, self.space.memory_bytes)
+            self.found.refused[attempt.title] = _too_large(needed * pace.chunks, self.space.memory_bytes)
         else:
-            self.found.refused.pop(title, None)
-            self.found.others.append(best)
+            self.found.refused.pop(attempt.title, None)
         return best
 
     def _chains(self, program: Program, setting: Setting, num_stages: int) -> Sequence[tuple[list[int], Mapping[int, str]]]:
@@ -271,23 +292,15 @@ class Search:
             found.append((by_layer, layers))
         return found
 
-    def _blocks(self, program: Program, starts: Sequence[int], layers: Mapping[int, str], setting: Setting) -> list[Block]:
+    def _costs(self, program: Program, starts: Sequence[int], layers: Mapping[int, str], setting: Setting) -> Costs:
         """The costs of the blocks; what the user wants computed again is, in all of them."""
-        blocks = block_costs(program, starts, layers, setting)
-        if self.space.recompute is None:
-            return blocks
-        again = {index for index, path in layers.items() if any(_matches(path, wish) for wish in self.space.recompute)}
-        return [
-            replace(
-                block,
-                backward_s=block.backward_s + block.forward_s,
-                activation_bytes=block.recomputed_bytes or 0.0,
-                recomputed_bytes=None,
-            )
-            if index in again
-            else replace(block, recomputed_bytes=None)
-            for index, block in enumerate(blocks)
-        ]
+        wishes = self.space.recompute
+
+        def wished(part: Part) -> bool:
+            return any(_matches(part.path, wish) for wish in wishes or ())
+
+        parts = layer_parts(self.graph, starts, layers)
+        return block_costs(program, starts, parts, setting, None if wishes is None else wished)
 
     def _split(self, blocks: Sequence[Block], num_positions: int, pace: Pace, size: int, memory_bytes: float) -> Split | NoFit:
         """The best stages. Several stages on one position share its memory evenly."""
@@ -304,48 +317,52 @@ class Search:
         )
 
     def _candidate(
-        self,
-        title: str,
-        placed: Placed,
-        split: Split,
-        starts: Sequence[int],
-        layers: Mapping[int, str],
-        blocks: Sequence[Block],
-        num_positions: int,
-        pace: Pace,
+        self, attempt: Attempt, split: Split, starts: Sequence[int], layers: Mapping[int, str], costs: Costs
     ) -> Candidate:
-        paths = tuple(layers[index] for stage in split.stages for index in stage.recomputed)
-        recompute = tuple(self.space.recompute) if self.space.recompute is not None else _shortened(paths, layers)
-        if paths:
-            title += f", {len(paths)} of {len(layers)} layers computed again"
-        plan = replace(placed.plan, recompute=recompute)
-        if num_positions > 1:
+        count, pace = self.space.num_microbatches, attempt.pace
+        chosen = [costs.ways[block][way] for stage in split.stages for block, way in stage.recomputed]
+        recompute = self.space.recompute
+        if recompute is None:
+            recompute = _shortened([part for way in chosen for part in way.parts], layers)
+        plan = replace(attempt.placed.plan, recompute=tuple(recompute))
+        if attempt.num_positions > 1:
             first_ops = [self.graph.ops[starts[stage.start]].name for stage in split.stages[1:]]
-            plan = staged(plan, first_ops, num_positions, pace, self.space.num_microbatches)
-        predicted = _predicted_s(split, blocks, num_positions, pace, self.space.num_microbatches)
-        return Candidate(title, plan, predicted, placed, split.bound_s)
+            plan = staged(plan, first_ops, attempt.num_positions, pace, count)
+        predicted = _predicted_s(split, costs.free(), attempt.num_positions, pace, count)
+        title = attempt.title + _again_in_words([way.parts for way in chosen], layers)
+        used = split.used_bytes * pace.chunks
+        return Candidate(title, plan, predicted, attempt.placed, split.bound_s, used_bytes=used, attempt=attempt)
 
     # -------------------------------------------------------------------------------------------- audits
 
     def _audit_best(self, most: int | None = None) -> None:
-        """Lower and audit the most promising candidates; what does not fit the memory after all is refused."""
-        self.found.others.sort(key=lambda candidate: candidate.predicted_s)
+        """Lower and audit the most promising candidates; what does not fit is cut again for less memory, or refused."""
+        waiting = [(candidate, 0) for candidate in self.found.others]
         wanted = self.space.audits if most is None else most
         audits = 0
-        rest: list[Candidate] = []
-        for candidate in self.found.others:
-            if audits >= wanted and self.found.audited:
-                rest.append(candidate)
-                continue
+        while waiting and (audits < wanted or not self.found.audited):
+            waiting.sort(key=lambda item: item[0].predicted_s)
+            candidate, corrections = waiting.pop(0)
             audits += 1
             cost = self.audited(candidate.plan)
-            peak = cost.peak_bytes
-            if peak > self.space.memory_bytes:
-                self.found.refused[candidate.title] = _too_large(peak, self.space.memory_bytes)
-            else:
+            if cost.peak_bytes <= self.space.memory_bytes:
                 self.found.audited.append(replace(candidate, cost=cost))
-        self.found.others = rest
-        self.found.audited.sort(key=lambda candidate: candidate.step_s)
+            else:
+                self.found.refused[candidate.title] = _too_large(cost.peak_bytes, self.space.memory_bytes)
+                mended = self._mended(candidate, cost.peak_bytes) if corrections < MAX_CORRECTIONS else None
+                if mended is not None:
+                    self.found.refused.pop(candidate.title, None)
+                    waiting.append((mended, corrections + 1))
+            self.found.audited.sort(key=lambda candidate: candidate.step_s)
+            self.found.others = [candidate for candidate, _ in waiting]
+
+    def _mended(self, candidate: Candidate, peak_bytes: float) -> Candidate | None:
+        """The candidate cut again, for as much less memory as it took too much; None if that leaves nothing else."""
+        attempt = candidate.attempt
+        if attempt is None:
+            return None
+        found = self._try(attempt, candidate.used_bytes - CORRECTION * (peak_bytes - self.space.memory_bytes))
+        return None if found is None or found.plan == candidate.plan else found
 
     def audited(self, plan: Plan) -> PlanCost:
         """The cost of a plan, from the program that is really emitted."""
@@ -358,6 +375,10 @@ class Search:
             lower(graph, plan), self.config, self.hardware,
             optimizer=self.optimizer, times=self.times, num_microbatches=self.space.num_microbatches,
         )  # fmt: skip
+
+
+def _paced(title: str, pace: Pace) -> str:
+    return f"{title}, {pace.schedule}" + (f" x{pace.chunks}" if pace.chunks > 1 else "") if pace.schedule else title
 
 
 def _title(num_positions: int, mesh: Mesh) -> str:
@@ -383,7 +404,7 @@ def _predicted_s(split: Split, blocks: Sequence[Block], num_positions: int, pace
     for index, stage in enumerate(split.stages):
         own = blocks[stage.start : stage.stop]
         forward = sum(block.forward_s for block in own)
-        backward = sum(block.backward_s for block in own) + sum(blocks[i].forward_s for i in stage.recomputed)
+        backward = sum(block.backward_s for block in own) + sum(blocks[i].again[way].time_s for i, way in stage.recomputed)
         times.append(StageTimes(forward, backward / 2, backward / 2))
         once[schedule.placement[index]] += sum(block.once_s for block in own)
     transfers: dict[tuple[int, int], float] = {}
@@ -404,13 +425,29 @@ def _matches(path: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(fnmatchcase(a, b) for a, b in zip(parts, wanted, strict=True))
 
 
-def _shortened(paths: tuple[str, ...], layers: Mapping[int, str]) -> tuple[str, ...]:
-    """``model.layers.*`` where all layers of a list are meant."""
-    stems: dict[str, list[str]] = {}
-    for path in paths:
-        stems.setdefault(path.rpartition(".")[0], []).append(path)
-    found: list[str] = []
-    for stem, members in stems.items():
-        every = [path for path in layers.values() if path.rpartition(".")[0] == stem]
-        found += [f"{stem}.*"] if len(members) == len(every) > 1 else members
-    return tuple(found)
+def _shortened(parts: Sequence[Part], layers: Mapping[int, str]) -> tuple[str, ...]:
+    """Their paths; ``model.layers.*`` or ``model.layers.*.mlp`` where those of all layers of a list are meant."""
+    every = Counter(_stem(path) for path in layers.values())
+    found: dict[str, list[Part]] = {}
+    for part in parts:
+        found.setdefault(part.pattern, []).append(part)
+    names: list[str] = []
+    for pattern, members in found.items():
+        stem = _stem(pattern.replace("*", "0", 1))
+        names += [pattern] if len(members) == every[stem] > 1 else [part.path for part in members]
+    return tuple(names)
+
+
+def _stem(path: str) -> str:
+    """``model.layers`` of ``model.layers.3`` and what is inside of it."""
+    found = container_of(path)
+    assert found is not None
+    return found[0]
+
+
+def _again_in_words(chosen: Sequence[Sequence[Part]], layers: Mapping[int, str]) -> str:
+    """``, 3 of 8 layers computed again``, and of how many some modules."""
+    whole = sum(1 for parts in chosen if any(part.path in layers.values() for part in parts))
+    words = [f"{whole} of {len(layers)} layers"] if whole else []
+    words += [f"parts of {len(chosen) - whole}"] if len(chosen) > whole else []
+    return f", {' and '.join(words)}{'' if whole else f' of {len(layers)} layers'} computed again" if words else ""

@@ -1,6 +1,6 @@
 """Cut a chain of blocks into pipeline stages on sub-meshes of chosen sizes: exact under the model of one-forward-one-backward.
 
-Variables: the cuts, the devices of every stage, and which of its blocks are computed again in the backward.
+Variables: the cuts, the devices of every stage, and what of its blocks is computed again in the backward.
 
 Objective: ``sum_k t_k + max_k ((m - 1) t_k + u_k)`` s, where a microbatch takes ``t_k`` in stage ``k`` (forward, backward,
 what is computed again, and the message from the stage before) and ``u_k`` comes once per step (reduction of gradients,
@@ -34,12 +34,20 @@ FRONTIER_STEPS = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class Again:
+    """One way to compute part of a block again, or all of it: ``time_s`` more per microbatch, ``saved_bytes`` less kept."""
+
+    time_s: float
+    saved_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """A stretch of the model that stays in one piece, on a sub-mesh of some size. Seconds of one microbatch, bytes of one rank.
 
     ``once_s``: per step. ``held_bytes``: parameters, gradients and optimizer state. ``activation_bytes``: what one microbatch
-    keeps from forward to backward; ``recomputed_bytes``: what is left of that if the block is computed again, which takes
-    ``forward_s`` more. ``transfer_s``: for the message into this block if a stage begins with it, there and back.
+    keeps from forward to backward; ``again``: the ways to compute it again, of which a plan takes one or none.
+    ``transfer_s``: for the message into this block if a stage begins with it, there and back.
     """
 
     forward_s: float
@@ -47,27 +55,30 @@ class Block:
     once_s: float = 0.0
     held_bytes: float = 0.0
     activation_bytes: float = 0.0
-    recomputed_bytes: float | None = None
+    again: tuple[Again, ...] = ()
     transfer_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Blocks ``start`` up to ``stop`` on ``num_devices``; ``recomputed`` are those computed again."""
+    """Blocks ``start`` up to ``stop`` on ``num_devices``; ``recomputed``: blocks computed again, with the number of the way."""
 
     start: int
     stop: int
     num_devices: int
-    recomputed: tuple[int, ...] = ()
+    recomputed: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class Split:
-    """The best stages under the model. No split into as many stages, on any schedule, takes less than ``bound_s``."""
+    """The best stages under the model. No split into as many stages, on any schedule, takes less than ``bound_s``.
+    ``used_bytes``: of the stage that takes most.
+    """
 
     stages: tuple[Stage, ...]
     cost_s: float
     bound_s: float
+    used_bytes: float
 
 
 @dataclass(frozen=True)
@@ -124,11 +135,14 @@ def split_stages(
     if best is None:
         return NoFit(_least_memory(menus, places, num_devices))
     cost, path = best
-    stages = []
+    stages, used = [], 0.0
     for place, (start, stop, index) in zip(range(num_stages, 0, -1), path, strict=True):
-        menu = menus[index]
-        stages.append(Stage(start, stop, menu.size * unit, menu.recomputed(start, stop, places[place - 1], memory_bytes)))
-    return Split(tuple(stages), float(cost), min(float(cost), _bound(menus, num_devices, num_stages, num_microbatches)))
+        menu, count = menus[index], places[place - 1]
+        stage = Stage(start, stop, menu.size * unit, menu.recomputed(start, stop, count, memory_bytes))
+        stages.append(stage)
+        used = max(used, menu.used_bytes(stage, count))
+    bound = min(float(cost), _bound(menus, num_devices, num_stages, num_microbatches))
+    return Split(tuple(stages), float(cost), bound, used)
 
 
 class _Menu:
@@ -143,6 +157,8 @@ class _Menu:
         self.held_bytes = _ranges([b.held_bytes for b in blocks])
         self.activation_bytes = _ranges([b.activation_bytes for b in blocks])
         self._frontiers: dict[int, list[_Frontier]] = {}
+        self._empty = _Frontier.empty()
+        self._grown: dict[tuple[int, tuple[Again, ...]], _Frontier] = {}  # stages of blocks alike share theirs
 
     def priced(self, count: int, memory_bytes: float) -> tuple[Array, Array]:
         """Seconds per microbatch, and seconds counted into the maximum, with ``count`` microbatches in flight; infinite where
@@ -150,6 +166,7 @@ class _Menu:
         """
         time = self.time_s.copy()
         lacking = self.held_bytes + count * self.activation_bytes - memory_bytes
+        time[self.least_bytes(count) > memory_bytes * (1 + 1e-12)] = np.inf
         for start, stop in zip(*np.nonzero(np.isfinite(time) & (lacking > 0)), strict=True):
             time[start, stop] += self._frontier(start, stop).cost_of(lacking[start, stop] / count)
         counted = self.once_s.copy()
@@ -157,35 +174,45 @@ class _Menu:
             counted += (self.num_microbatches - 1) * time
         return time, counted
 
-    def recomputed(self, start: int, stop: int, count: int, memory_bytes: float) -> tuple[int, ...]:
-        """Which blocks of a stage are computed again so that it fits."""
+    def recomputed(self, start: int, stop: int, count: int, memory_bytes: float) -> tuple[tuple[int, int], ...]:
+        """Which blocks of a stage are computed again so that it fits, and in which way."""
         lacking = self.held_bytes[start, stop] + count * self.activation_bytes[start, stop] - memory_bytes
         if lacking <= 0:
             return ()
-        return tuple(start + index for index in self._frontier(start, stop).chosen(lacking / count))
+        return tuple((start + index, way) for index, way in self._frontier(start, stop).chosen(lacking / count))
+
+    def used_bytes(self, stage: Stage, count: int) -> float:
+        """The bytes of one stage."""
+        saved = sum(self.blocks[block].again[way].saved_bytes for block, way in stage.recomputed)
+        start, stop = stage.start, stage.stop
+        return float(self.held_bytes[start, stop] + count * (self.activation_bytes[start, stop] - saved))
 
     def least_bytes(self, count: int) -> Array:
-        """The bytes of every stage with all blocks computed again."""
-        saved = _ranges([_saved_bytes(block) for block in self.blocks])
+        """The bytes of every stage with all blocks computed again, as far as they can be."""
+        saved = _ranges([max((way.saved_bytes for way in block.again), default=0.0) for block in self.blocks])
         return np.where(np.isfinite(self.time_s), self.held_bytes + count * (self.activation_bytes - saved), np.inf)
 
     def _frontier(self, start: int, stop: int) -> _Frontier:
-        frontiers = self._frontiers.setdefault(start, [_Frontier.empty()])
+        frontiers = self._frontiers.setdefault(start, [self._empty])
         while len(frontiers) <= stop - start:
-            frontiers.append(frontiers[-1].with_block(self.blocks[start + len(frontiers) - 1]))
+            last, block = frontiers[-1], self.blocks[start + len(frontiers) - 1]
+            key = (id(last), block.again)
+            if key not in self._grown:
+                self._grown[key] = last.with_block(block)
+            frontiers.append(self._grown[key])
         return frontiers[stop - start]
 
 
 class _Frontier:
     """The Pareto points of computing some of the blocks again: bytes saved against seconds, both ascending.
 
-    ``origin``: the point of ``before``, the frontier of one block less, that a point comes from; ``taken``: whether with the
-    last block computed again.
+    ``origin``: the point of ``before``, the frontier of one block less, that a point comes from; ``way``: in which way the last
+    block is computed again, counted from 1, or 0.
     """
 
-    def __init__(self, saved: Array, cost: Array, origin: Array, taken: Array, before: _Frontier | None) -> None:
+    def __init__(self, saved: Array, cost: Array, origin: Array, way: Array, before: _Frontier | None) -> None:
         self.saved, self.cost = saved, cost
-        self._origin, self._taken, self._before = origin, taken, before
+        self._origin, self._way, self._before = origin, way, before
 
     @classmethod
     def empty(cls) -> _Frontier:
@@ -194,38 +221,32 @@ class _Frontier:
 
     def with_block(self, block: Block) -> _Frontier:
         """With one more block to choose or leave."""
-        item, points = _saved_bytes(block), len(self.saved)
-        if item <= 0:
-            return _Frontier(self.saved, self.cost, np.arange(points), np.zeros(points), self)
-        saved = np.concatenate([self.saved, self.saved + item])
-        cost = np.concatenate([self.cost, self.cost + block.forward_s])
+        points = len(self.saved)
+        saved = np.concatenate([self.saved, *(self.saved + way.saved_bytes for way in block.again)])
+        cost = np.concatenate([self.cost, *(self.cost + way.time_s for way in block.again)])
         if len(saved) > FRONTIER_STEPS:
             step = saved.max() / FRONTIER_STEPS
             saved = np.floor(saved / step) * step
         order = np.lexsort((-saved, cost))
         best = np.maximum.accumulate(saved[order])
         kept = order[np.concatenate([[True], saved[order][1:] > best[:-1]])]
-        return _Frontier(saved[kept], cost[kept], kept % points, kept >= points, self)
+        return _Frontier(saved[kept], cost[kept], kept % points, kept // points, self)
 
     def cost_of(self, needed: float) -> float:
         """The least seconds that save so many bytes; infinite if nothing does."""
         index = self._point(needed)
         return float(self.cost[index]) if index < len(self.cost) else float("inf")
 
-    def chosen(self, needed: float) -> list[int]:
-        """The blocks, by number, of the cheapest choice that saves so many bytes."""
-        index, frontier, taken = self._point(needed), self, []
+    def chosen(self, needed: float) -> list[tuple[int, int]]:
+        """The blocks, by number, of the cheapest choice that saves so many bytes, each with its way."""
+        index, frontier, ways = self._point(needed), self, []
         while frontier._before is not None:
-            taken.append(bool(frontier._taken[index]))
+            ways.append(int(frontier._way[index]))
             index, frontier = int(frontier._origin[index]), frontier._before
-        return [number for number, again in enumerate(reversed(taken)) if again]
+        return [(number, way - 1) for number, way in enumerate(reversed(ways)) if way]
 
     def _point(self, needed: float) -> int:
         return int(np.searchsorted(self.saved, needed * (1 - 1e-12)))
-
-
-def _saved_bytes(block: Block) -> float:
-    return 0.0 if block.recomputed_bytes is None else block.activation_bytes - block.recomputed_bytes
 
 
 def _ranges(values: Sequence[float], empty: float = 0.0) -> Array:

@@ -75,6 +75,16 @@ def test_tight_memory_has_layers_computed_again_or_is_refused() -> None:
     assert all("GB on a device, and" in why for why in refused.refused.values())
 
 
+def test_parts_of_layers_are_computed_again_until_the_audit_fits() -> None:
+    free = search(num_positions=2, schedules=("1f1b",))
+    assert free.best is not None and free.best.cost is not None
+    limit = 0.93 * free.best.cost.peak_bytes
+    tight = search(num_positions=2, schedules=("1f1b",), memory_bytes=limit)
+    assert tight.best is not None and tight.best.cost is not None
+    assert tight.best.cost.peak_bytes <= limit and tight.best.plan.recompute
+    assert tight.best.title.endswith("layers computed again")
+
+
 def test_what_the_user_fixed_is_kept() -> None:
     start = next(op.name for op in graph().ops if op.module_path.startswith("transformer.h.1"))
     found = search(num_positions=2, schedules=("1f1b",), stage_starts=(start,), recompute=("transformer.h.*",))

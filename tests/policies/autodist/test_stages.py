@@ -11,6 +11,7 @@ import pytest
 from shardwright.compiler.schedule.generate import generate
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
 from shardwright.policies.autodist.stages import (
+    Again,
     Block,
     NoFit,
     Split,
@@ -30,7 +31,7 @@ def random_blocks(rng: random.Random, count: int, sizes: Sequence[int], *, alike
             rng.randint(0, 5),
             rng.randint(0, 10) / scale,
             activation / scale,
-            rng.choice([None, rng.randint(0, activation) / scale]),
+            tuple(Again(rng.randint(0, 9) / scale, rng.randint(0, activation) / scale) for _ in range(rng.randint(0, 2))),
             rng.randint(0, 2),
         )
 
@@ -49,13 +50,12 @@ def all_cuts(num_blocks: int, num_stages: int) -> Iterator[list[tuple[int, int]]
 def bytes_of(blocks: Sequence[Block], stage: Stage, count: int) -> float:
     total = 0.0
     for index in range(stage.start, stage.stop):
-        block = blocks[index]
-        kept = block.activation_bytes
-        if index in stage.recomputed:
-            assert block.recomputed_bytes is not None
-            kept = block.recomputed_bytes
-        total += block.held_bytes + count * kept
-    return total
+        total += blocks[index].held_bytes + count * blocks[index].activation_bytes
+    return total - count * sum(blocks[index].again[way].saved_bytes for index, way in stage.recomputed)
+
+
+def again_s(blocks: Sequence[Block], stage: Stage) -> float:
+    return sum(blocks[index].again[way].time_s for index, way in stage.recomputed)
 
 
 def cost_of(blocks: dict[int, list[Block]], stages: Sequence[Stage], num_microbatches: int) -> float:
@@ -63,7 +63,7 @@ def cost_of(blocks: dict[int, list[Block]], stages: Sequence[Stage], num_microba
     for stage in stages:
         own = blocks[stage.num_devices][stage.start : stage.stop]
         time = sum(b.forward_s + b.backward_s for b in own)
-        time += sum(blocks[stage.num_devices][i].forward_s for i in stage.recomputed)
+        time += again_s(blocks[stage.num_devices], stage)
         time += own[0].transfer_s if stage.start else 0.0
         times.append(time)
         counted.append((num_microbatches - 1) * time + sum(b.once_s for b in own))
@@ -79,12 +79,11 @@ def brute_force(blocks, num_devices, num_stages, num_microbatches, memory, in_fl
                 continue
             menus = []
             for place, ((start, stop), size) in zip(range(num_stages, 0, -1), zip(cuts, sizes, strict=True), strict=True):
-                free = [i for i in range(start, stop) if blocks[size][i].recomputed_bytes is not None]
-                subsets = itertools.chain.from_iterable(itertools.combinations(free, n) for n in range(len(free) + 1))
-                stages = [Stage(start, stop, size, subset) for subset in subsets]
+                ways = [[None, *((i, way) for way in range(len(blocks[size][i].again)))] for i in range(start, stop)]
+                stages = [Stage(start, stop, size, tuple(filter(None, chosen))) for chosen in itertools.product(*ways)]
                 fitting = [s for s in stages if bytes_of(blocks[size], s, in_flight(place)) <= memory * (1 + 1e-9)]
                 # of the subsets that fit, the one that takes least: nothing else of the objective depends on it
-                cheapest = sorted(fitting, key=lambda s: sum(blocks[size][i].forward_s for i in s.recomputed))[:1]
+                cheapest = sorted(fitting, key=lambda s: again_s(blocks[size], s))[:1]
                 menus.append(cheapest)
             if all(menus):
                 best = min(best, cost_of(blocks, [menu[0] for menu in menus], num_microbatches))
@@ -110,8 +109,9 @@ def test_a_split_is_the_best_of_all(seed: int) -> None:
     assert found.cost_s == pytest.approx(expected, rel=1e-12)
     assert cost_of(blocks, found.stages, num_microbatches) == pytest.approx(expected, rel=1e-12)
     assert found.bound_s <= found.cost_s
-    for place, stage in zip(range(num_stages, 0, -1), found.stages, strict=True):
-        assert bytes_of(blocks[stage.num_devices], stage, in_flight(place)) <= memory * (1 + 1e-9)
+    places = zip(range(num_stages, 0, -1), found.stages, strict=True)
+    used = max(bytes_of(blocks[stage.num_devices], stage, in_flight(place)) for place, stage in places)
+    assert found.used_bytes == pytest.approx(used, rel=1e-12) and used <= memory * (1 + 1e-9)
 
 
 def test_equal_blocks_on_equal_devices_meet_the_formula_of_1f1b() -> None:
@@ -124,7 +124,7 @@ def test_equal_blocks_on_equal_devices_meet_the_formula_of_1f1b() -> None:
 
 
 def test_no_fit_says_what_the_best_split_needs() -> None:
-    blocks = {1: [Block(1.0, 2.0, held_bytes=10.0, activation_bytes=5.0, recomputed_bytes=1.0)] * 4}
+    blocks = {1: [Block(1.0, 2.0, held_bytes=10.0, activation_bytes=5.0, again=(Again(1.0, 4.0),))] * 4}
     found = split_stages(blocks, 2, 2, 4, memory_bytes=20.0)
     assert isinstance(found, NoFit)
     # the first of two stages holds two microbatches: 1 block there and 3 in the last need max(12, 33); 2 and 2 need max(24, 22)

@@ -1,0 +1,102 @@
+"""What the operators of a program keep for the backward, and what is saved where some of them are computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from shardwright.compiler.cost.local import local_bytes
+from shardwright.compiler.cost.saved import saved_for_backward
+from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.plan.program import Adapt, Compute, Instruction
+from shardwright.runtime.layout import Layout, Mesh
+
+VIEWS = frozenset(("grad_all_reduce", "grad_keep_one"))
+"""Adapters that change nothing in the forward."""
+
+
+class Kept:
+    """Bytes of one microbatch on one rank. Places are positions in the operators of the graph; an adapter has that of the next
+    operator. Views count with the tensor whose memory they share, its *root*.
+    """
+
+    def __init__(
+        self, instructions: Iterable[tuple[int, Instruction]], own: set[str], mesh: Mesh, layouts: Mapping[str, Layout]
+    ) -> None:
+        self._mesh, self._layouts, self._own = mesh, layouts, (own := set(own))
+        self._roots: dict[str, str] = {}
+        self._made: dict[str, int] = {}  # place where a root is made
+        self._keepers: dict[str, list[int]] = {}  # places of the operators that keep a root, ascending
+        self._bytes: dict[str, int] = {}  # of a root, as it is kept or read first
+        self._touched: dict[int, dict[str, None]] = {}  # roots made or read at a place
+        self._internal: dict[int, int] = {}  # made inside an operator and kept
+        for place, instruction in instructions:
+            self._read(place, instruction.op.operands if isinstance(instruction, Compute) else (instruction.value,))
+            if isinstance(instruction, Adapt) and instruction.value.name in own:
+                own.add(instruction.result.name)  # a weight is gathered again in the backward, not kept
+            elif isinstance(instruction, Adapt):
+                self._result(place, instruction.result, instruction.value if instruction.step.kind in VIEWS else None)
+            else:
+                self._keep(place, instruction)
+
+    def first(self, start: int, stop: int) -> int:
+        """Bytes that are kept by the operators of a range and by none before them."""
+        roots = (root for root in self._of(start, stop) if self._keepers.get(root, [-1])[0] in range(start, stop))
+        return sum(self._bytes[root] for root in roots) + self._inside(start, stop)
+
+    def entering(self, start: int, stop: int) -> int:
+        """Bytes of what a range reads and something before it makes."""
+        return sum(self._bytes[root] for root in self._of(start, stop) if self._made.get(root, start) < start)
+
+    def saved(self, start: int, stop: int) -> int:
+        """Bytes that computing a range again saves: what only the range keeps of what it makes, less what it reads and nothing
+        keeps so far.
+        """
+        saved = self._inside(start, stop)
+        for root in self._of(start, stop):
+            keepers, made = self._keepers.get(root, []), self._made.get(root)
+            if made is not None and start <= made and keepers and keepers[-1] < stop:
+                saved += self._bytes[root]
+            elif made is not None and made < start and not keepers:
+                saved -= self._bytes[root]
+        return saved
+
+    def _of(self, start: int, stop: int) -> dict[str, None]:
+        """The roots of a range."""
+        return {root: None for place in range(start, stop) for root in self._touched.get(place, ())}
+
+    def _inside(self, start: int, stop: int) -> int:
+        return sum(self._internal.get(place, 0) for place in range(start, stop))
+
+    def _read(self, place: int, values: Iterable[IRValue]) -> None:
+        for value in values:
+            self._touch(place, value)
+
+    def _touch(self, place: int, value: IRValue) -> str | None:
+        """The root of a value, noted; None for parameters, buffers and constants."""
+        root = self._roots.get(value.name, value.name)
+        if root in self._own:
+            return None
+        self._touched.setdefault(place, {})[root] = None
+        if root not in self._bytes:
+            layout = self._layouts.get(value.name)
+            self._bytes[root] = local_bytes(layout, value.dtype, self._mesh) if layout is not None else 0
+        return root
+
+    def _result(self, place: int, value: IRValue, shares: IRValue | None) -> None:
+        if shares is not None:
+            self._roots[value.name] = self._roots.get(shares.name, shares.name)
+        else:
+            self._made[value.name] = place
+            self._touch(place, value)
+
+    def _keep(self, place: int, instruction: Compute) -> None:
+        saved = saved_for_backward(instruction.original, instruction.assignment, self._mesh)
+        for result, position in zip(instruction.op.results, saved.views, strict=False):
+            self._result(place, result, None if position is None else instruction.op.operands[position])
+        if saved.internal_bytes:
+            self._internal[place] = saved.internal_bytes
+        values = [instruction.op.operands[i] for i in saved.operands] + [instruction.op.results[i] for i in saved.results]
+        for value in values:
+            root = self._touch(place, value)
+            if root is not None:
+                self._keepers.setdefault(root, []).append(place)

@@ -1,0 +1,93 @@
+"""What computing parts of a model again saves: as much less as autograd keeps of the real model, in ways worth having."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import plans
+import pytest
+import tiny_gpt
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwright.compiler.cost.hardware import load_hardware
+from shardwright.compiler.passes.lower import lower
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.plan import Plan
+from shardwright.policies.autodist.blocks import Costs, Setting, Way, block_costs, useful_ways
+from shardwright.policies.autodist.chain import Part, layer_blocks, layer_parts
+from shardwright.policies.autodist.stages import Again
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.layout import Mesh
+
+
+def gpt() -> nn.Module:
+    """Without dropout, whose masks are ours; with a name for the feed-forward."""
+    torch.manual_seed(0)
+    found = tiny_gpt.GPT()
+    for block in found.blocks:
+        block.dropout = nn.Identity()
+    return found
+
+
+def kept_bytes(module: nn.Module) -> int:
+    """Of all storages that eager torch saves, parameters aside."""
+    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    found: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = tensor  # held, so that no other takes its place
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = module(**tiny_gpt.dummy_args())[0]
+    assert loss.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+
+
+def compute_again(module: nn.Module, path: str) -> None:
+    """Run a submodule through torch's checkpoint."""
+    child = module.get_submodule(path)
+    forward = child.forward
+    child.forward = lambda *args: checkpoint(forward, *args, use_reentrant=False)  # type: ignore[method-assign]
+
+
+def costs_of(graph: PlannableGraph) -> Costs:
+    starts, layers = layer_blocks(graph)
+    setting = Setting(load_hardware("a100-80gb", 1), ComputeConfig(plan_ngpus=1, runtime_ngpus=1), (0,))
+    parts = layer_parts(graph, starts, layers)
+    return block_costs(lower(graph, Plan(Mesh())), starts, parts, setting)
+
+
+@pytest.mark.parametrize("inside", ["", ".attention"])
+def test_what_is_saved_is_what_autograd_does_not_keep(inside: str) -> None:
+    graph = plans.annotated(plans.traced(gpt(), tiny_gpt.dummy_args()))
+    costs = costs_of(graph)
+    (again,) = {way.again for ways in costs.ways for way in ways if [p.path for p in way.parts] == [f"blocks.1{inside}"]}
+    plain, checkpointed = gpt(), gpt()
+    compute_again(checkpointed, f"blocks.1{inside}")
+    assert again.saved_bytes == kept_bytes(plain) - kept_bytes(checkpointed)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_ways_are_the_modules_and_their_joins_without_the_dominated(seed: int) -> None:
+    rng = random.Random(seed)
+    spans = [(0, 12), (0, 4), (4, 8), (5, 7), (8, 12)][: rng.randint(1, 5)]
+    single = [
+        Way((Part(f"l.{i}", "l.*", start, stop),), Again(rng.randint(1, 9), rng.randint(-3, 9)))
+        for i, (start, stop) in enumerate(spans)
+    ]
+    found = useful_ways(single)
+    for way in found:
+        assert not any(a.start < b.stop and b.start < a.stop for a, b in itertools.combinations(way.parts, 2))
+        own = [s.again for s in single if s.parts[0] in way.parts]
+        assert way.again == Again(sum(a.time_s for a in own), sum(a.saved_bytes for a in own))
+    for way in single:
+        if way.again.saved_bytes > 0:
+            assert any(f.again.time_s <= way.again.time_s and f.again.saved_bytes >= way.again.saved_bytes for f in found)
+    assert [w.again.time_s for w in found] == sorted({w.again.time_s for w in found})
+    assert [w.again.saved_bytes for w in found] == sorted({w.again.saved_bytes for w in found})

@@ -21,6 +21,7 @@ from shardwright.compiler.module_source import ModuleSource, in_dtype
 from shardwright.compiler.passes.fold import fold_constants
 from shardwright.compiler.pipeline import CompileReport, FunctionPass, PassManager
 from shardwright.compiler.trace import trace
+from shardwright.compiler.trace.autocast import no_autocast
 from shardwright.compiler.weights import Tensors, initial_values
 from shardwright.policies.policy import Policy
 from shardwright.runtime.config import ComputeConfig, ReuseType
@@ -68,13 +69,14 @@ def generate(order: Order) -> Generated:
     module = order.source.make()
     with in_dtype(module, order.module_dtype):
         graph = manager.run(FunctionPass("trace", order.trace), module)
-    if order.config.constant_folding:
-        graph = manager.run(FunctionPass("fold", fold_constants), graph)
-    weights, constants = initial_values(graph, module)
-    tensors = {WEIGHTS_FILE: weights, CONSTANTS_FILE: constants}
-    request = Request(digest(graph), order.config, order.policy.name, __version__)
-    with directory_lock(order.directory):
-        return _make_or_find(order, graph, request, tensors, manager)
+    with no_autocast():  # the graph has its regions; what is computed from here on is no part of the model
+        if order.config.constant_folding:
+            graph = manager.run(FunctionPass("fold", fold_constants), graph)
+        weights, constants = initial_values(graph, module)
+        tensors = {WEIGHTS_FILE: weights, CONSTANTS_FILE: constants}
+        request = Request(digest(graph), order.config, order.policy.name, __version__)
+        with directory_lock(order.directory):
+            return _make_or_find(order, graph, request, tensors, manager)
 
 
 def _make_or_find(

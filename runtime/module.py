@@ -30,12 +30,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from shardwright.runtime.autocast import as_compiled
 from shardwright.runtime.checksum import differing
 from shardwright.runtime.communicator import Communicator
 from shardwright.runtime.compiled import CompiledModule
@@ -60,7 +62,8 @@ class ParallelModule(CompiledModule):
     rank the file is for, the leaves of the arguments (see :mod:`shardwright.runtime.inputs`), and how random numbers are
     drawn. ``gathers_weights``: some parameters are stored in pieces and used whole; ``zero``: over how many units. With
     ``end2end`` the module is called by :meth:`train_step` and :meth:`infer_step` only; ``arguments`` are those that a sample
-    gives.
+    gives. ``autocast``: the dtype of the autocast block that the module was compiled in, if any, see
+    :mod:`shardwright.runtime.autocast`.
 
     Constructing one is collective: all ranks of the world do it, in the same order. With ``init_params`` the tensors get
     the values the model was compiled with. Without, parameters and persistent buffers are uninitialised and wait for
@@ -79,6 +82,7 @@ class ParallelModule(CompiledModule):
     gathers_weights: ClassVar[bool] = False
     zero: ClassVar[int] = 1
     arguments: ClassVar[Sequence[str]] = ()
+    autocast: ClassVar[torch.dtype | None] = None
 
     _declarations: dict[str, Declaration]
     _places: dict[str, tuple[Place, ...]]
@@ -214,6 +218,9 @@ class ParallelModule(CompiledModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``forward``."""
+        if torch.is_autocast_enabled(self._device.type):
+            with self._as_compiled():
+                return self(*args, **kwargs)
         if not self.gathers_weights:
             return super().__call__(*args, **kwargs)
         with self._gathering.forward((self.training, torch.is_grad_enabled())):
@@ -233,7 +240,8 @@ class ParallelModule(CompiledModule):
         :class:`UsageError` if the module was not compiled end to end.
         """
         self._check_end2end("train_step")
-        return train_step(self, self._call_in_step, samples, is_dummy_batch, scale_fn)
+        with self._as_compiled():
+            return train_step(self, self._call_in_step, samples, is_dummy_batch, scale_fn)
 
     def infer_step(self, samples: Sequence[Any]) -> list[Any]:
         """The result for each sample, without gradients; the module is in training or evaluation mode as it was set.
@@ -241,7 +249,11 @@ class ParallelModule(CompiledModule):
         Raises as :meth:`train_step` does.
         """
         self._check_end2end("infer_step")
-        return infer_step(self, self._call_in_step, samples)
+        with self._as_compiled():
+            return infer_step(self, self._call_in_step, samples)
+
+    def _as_compiled(self) -> AbstractContextManager[None]:
+        return as_compiled(type(self).__name__, self.autocast, self._device)
 
     def _check_end2end(self, method: str) -> None:
         if not self.end2end:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -347,11 +348,17 @@ def run_ranks(num_ranks: int, fn: Callable[..., Result], *args: Any, timeout_s: 
     hub = Hub(num_ranks, timeout_s)
     results: list[Any] = [None] * num_ranks
 
-    with_grad = torch.is_grad_enabled()  # a mode of each thread
+    # Modes of each thread.
+    with_grad = torch.is_grad_enabled()
+    cast_to = {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
 
     def run(rank: int) -> None:
         try:
-            with use_world(ThreadWorld(hub, rank)), torch.set_grad_enabled(with_grad):
+            with ExitStack() as stack:
+                stack.enter_context(use_world(ThreadWorld(hub, rank)))
+                stack.enter_context(torch.set_grad_enabled(with_grad))
+                for kind, dtype in cast_to.items():
+                    stack.enter_context(torch.autocast(kind, dtype))
                 results[rank] = fn(rank, *args)
         except _RankAbortedError:
             pass

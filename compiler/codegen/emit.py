@@ -103,6 +103,7 @@ class Writer(BodyWriter):
             "dims": graph.dims and legend(graph.dims, program),
             "gathers_weights": self._gathers_weights(),
             "zero": program.plan.zero,
+            "autocast": graph.autocast,
         }
 
     def _declarations(self) -> list[str]:

@@ -127,6 +127,7 @@ class _PipelineWriter(BodyWriter):
             "dims": legend(dims, self.program) if dims else "",
             "gathers_weights": self._gathers_weights(),
             "zero": plan.zero,
+            "autocast": program.graph.autocast,
         }
 
     def _stage_lines(self, pipeline: PipelineProgram, index: int, name: str) -> list[str]:

@@ -14,6 +14,7 @@ MODULE_ATTRIBUTES = frozenset(dir(nn.Module)) | {
     "actions",
     "all_declarations",
     "arguments",
+    "autocast",
     "axis",
     "buffer",
     "check_inputs",

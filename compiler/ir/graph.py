@@ -59,7 +59,8 @@ class IRGraph:
     default. ``output``: the structure of the result. ``buffer_updates``: buffer value to the value it has after the call.
     ``constants``: the tensors that constant values stand for. ``conditions``: relations between dynamic sizes that the
     traced control flow took for granted; a call that breaks one must be refused. ``eval_graph``: the body for
-    ``training=False`` where it differs in structure; parameters and buffers are shared by name.
+    ``training=False`` where it differs in structure; parameters and buffers are shared by name. ``autocast``: the dtype of the
+    autocast block that the module was traced in, if any; operators stand in it by their own ``autocast``.
     """
 
     name: str
@@ -76,6 +77,7 @@ class IRGraph:
     dynamic_dims: tuple[DynamicDim, ...] = ()
     conditions: tuple[sympy.Basic, ...] = ()
     eval_graph: IRGraph | None = None
+    autocast: torch.dtype | None = None
     module_types: Mapping[str, str] = field(default_factory=dict)  # module path -> class name, for naming
     dims: ModelDims | None = None  # filled by the dims pass
 

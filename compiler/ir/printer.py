@@ -36,7 +36,7 @@ _SHORT_DTYPES = {
 def print_graph(graph: IRGraph) -> str:
     """The whole graph; parameters and buffers that no operator reads are left out."""
     used = set(graph.uses()) | {v.name for v in graph.outputs} | {v.name for pair in graph.buffer_updates for v in pair}
-    lines = [f"graph {graph.name}"]
+    lines = [f"graph {graph.name}" + (f"  autocast({print_dtype(graph.autocast)})" if graph.autocast else "")]
     for word, values in (("input", graph.inputs), ("parameter", graph.parameters), ("buffer", graph.buffers)):
         shown = (value for value in values if word == "input" or value.name in used)
         lines += [f"  {word} {print_value(value)}{_source_notes(value)}" for value in shown]

@@ -42,6 +42,7 @@ def to_json(graph: IRGraph) -> dict[str, Any]:
         "buffer_updates": [[before.name, after.name] for before, after in graph.buffer_updates],
         "dynamic_dims": [[dim.input, dim.dim, dim.symbol] for dim in graph.dynamic_dims],
         "conditions": [print_size(condition) for condition in graph.conditions],
+        "autocast": str(graph.autocast) if graph.autocast else None,
         "module_types": dict(sorted(graph.module_types.items())),
         "eval_graph": to_json(graph.eval_graph) if graph.eval_graph else None,
     }

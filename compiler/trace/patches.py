@@ -48,7 +48,6 @@ def patched(
         stack.enter_context(_checkpoints_traced_through(scope))
         stack.enter_context(_scripts_inlined())
         stack.enter_context(_training_watched(note_training))
-        stack.enter_context(_autocast_anywhere())
         stack.enter_context(_constants_readable(real_values))
         if hasattr(torch, "_check_tensor_all_with"):  # a check of values: nothing to check, nothing to compute
             stack.enter_context(replaced(torch, "_check_tensor_all_with", lambda *args, **kwargs: None))
@@ -131,16 +130,6 @@ def _scripts_inlined() -> Iterator[None]:
     with replaced(torch.jit.ScriptFunction, "__call__", inlined):
         yield
     assert torch.jit.ScriptFunction.__call__ is call
-
-
-@contextmanager
-def _autocast_anywhere() -> Iterator[None]:
-    """Autocast regions for CUDA count on a machine without it: the program may run elsewhere."""
-    with (
-        replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
-        replaced(torch.cuda, "is_bf16_supported", lambda *args, **kwargs: True),
-    ):
-        yield
 
 
 @contextmanager

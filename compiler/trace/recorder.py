@@ -13,6 +13,7 @@ import torch
 
 from shardwright.compiler.ir.op import Arg, IROp, RankDevice
 from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.trace.autocast import autocast_dtype
 from shardwright.compiler.trace.dynamic import Dynamic
 from shardwright.compiler.trace.naming import Namer
 from shardwright.compiler.trace.normalise import bind
@@ -229,11 +230,3 @@ class Recorder:
         location = location_of(frame or user_frame())
         module = f"{self.scope.path or '(root)'} ({self.scope.type_name})"
         return f"{location} in {module}" if location else module
-
-
-def autocast_dtype() -> torch.dtype | None:
-    """The dtype of the autocast region that runs now, whichever device type it names."""
-    for device_type in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device_type):
-            return torch.get_autocast_dtype(device_type)
-    return None

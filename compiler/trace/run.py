@@ -14,6 +14,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from shardwright.compiler.ir.graph import DynamicDim, IRGraph
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.trace.arguments import Arguments
+from shardwright.compiler.trace.autocast import one_autocast, surrounding_dtype
 from shardwright.compiler.trace.constants import Constants
 from shardwright.compiler.trace.dynamic import Dynamic
 from shardwright.compiler.trace.fakes import ModuleTensor, TraceMode, fake_like, module_tensors, source_value, unchanged
@@ -63,6 +64,7 @@ class _Run:
         self.inputs: dict[str, IRValue] = {}
         self._input_variables: dict[str, tuple[IRValue, Variable]] = {}
         self.reads_training = False
+        self.autocast = surrounding_dtype()
 
     def trace(self) -> Traced:
         arguments = {name: structure.map_leaves(value, self._fake_input, name) for name, value in self.arguments.given}
@@ -84,6 +86,7 @@ class _Run:
             constants=tuple(self.recorder.constants),
             dynamic_dims=tuple(DynamicDim(self.inputs[p].name, dim, name) for p, dim, name in self.dynamic.all_dims()),
             conditions=self.dynamic.conditions(),
+            autocast=self.autocast,
             module_types={path: type(module).__name__ for path, module in self.module.named_modules(remove_duplicate=False)},
         )
         self._warn_written_inputs()
@@ -130,6 +133,7 @@ class _Run:
                 stack.enter_context(self.mode)
                 if self.dynamic.env is not None:  # some kernels take sizes as numbers; their Python forms do not
                     stack.enter_context(enable_python_dispatcher())
+                stack.enter_context(one_autocast(self.autocast))
                 stack.enter_context(patched(self.scope, tracer.apply_function, note_training, self.constants.real))
                 stack.enter_context(self.scope.followed())
                 stack.enter_context(tracer)

@@ -24,7 +24,7 @@ from shardwright.compiler.trace.constants import Constants
 from shardwright.compiler.trace.fake_forms import FAKE_FORMS
 from shardwright.compiler.trace.normalise import on_rank_device
 from shardwright.compiler.trace.opening import opened
-from shardwright.compiler.trace.recorder import Call, Recorder, TensorType, Variable, autocast_dtype
+from shardwright.compiler.trace.recorder import Call, Recorder, TensorType, Variable
 from shardwright.runtime.errors import ShardwrightError, TraceError
 
 _LITERALS = {torch.tensor, torch.as_tensor, torch.asarray}
@@ -269,12 +269,8 @@ class Tracer(TorchFunctionMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         func = FAKE_FORMS.get(func, func)
-        dtype = autocast_dtype()
         self._running += 1
         try:
-            if dtype is not None and not torch.is_autocast_enabled("cpu"):  # a region for another device type
-                with torch.autocast("cpu", dtype=dtype):
-                    return func(*args, **kwargs)
             return func(*args, **kwargs)
         except RuntimeError as error:
             if "not differentiable with respect to argument" not in str(error):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from shardwright.runtime.counters import Phase
 from shardwright.runtime.groups import AxisGroup
+
+_HALF = (torch.float16, torch.bfloat16)
 
 Axes = tuple[AxisGroup, ...]
 """The axes that split one factor, major to minor."""
@@ -42,4 +46,19 @@ def local_max(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Half precision is summed in single precision, as PyTorch's kernels do."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return torch.float32 if dtype in _HALF else dtype
+
+
+def cast_by_autocast(x: Tensor, operator: Callable[[Tensor], Tensor]) -> Tensor:
+    """What ``operator``, one of PyTorch's, makes of its input ``x`` under autocast: some compute in float32, each device type
+    has a list of its own. ``operator`` must accept a tensor ``[1, 1]``; it is asked once.
+    """
+    if x.dtype not in _HALF or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(_dtype_under_autocast(operator, x.device, x.dtype))
+
+
+@functools.cache
+def _dtype_under_autocast(operator: Callable[[Tensor], Tensor], device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    with torch.no_grad():
+        return operator(torch.zeros(1, 1, dtype=dtype, device=device)).dtype

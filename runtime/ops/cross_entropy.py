@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwright.runtime.adapters import all_reduce
-from shardwright.runtime.ops.axes import Axes, accumulation_dtype, communicating, sum_over
+from shardwright.runtime.ops.axes import Axes, accumulation_dtype, cast_by_autocast, communicating, sum_over
 from shardwright.runtime.ops.softmax import exponentials, log_softmax
 
 
@@ -41,6 +41,7 @@ def cross_entropy(
     class_axes, row_axes = communicating(class_axes), communicating(row_axes)
     if not class_axes and not row_axes:
         return F.cross_entropy(input, target, weight, None, ignore_index, None, reduction, label_smoothing)
+    input = cast_by_autocast(input, _cross_entropy)
     num_classes = num_classes if num_classes is not None else input.shape[_class_dim(input)]
     if target.is_floating_point():
         rows = _soft_rows(input, target, weight, label_smoothing, num_classes, class_axes)
@@ -73,6 +74,8 @@ def nll_loss(
 ) -> Tensor:
     """``F.nll_loss`` of log-probabilities ``[N, C, d1...]`` or ``[C]`` and global class indices ``[N, d1...]``."""
     class_axes, row_axes = communicating(class_axes), communicating(row_axes)
+    if class_axes or row_axes:
+        input = cast_by_autocast(input, _nll_loss)
     if not class_axes:
         if not row_axes:
             return F.nll_loss(input, target, weight, None, ignore_index, None, reduction)
@@ -89,6 +92,17 @@ def nll_loss(
     for axis in class_axes:
         rows = all_reduce(rows, axis)
     return _reduced(rows, sum_over(row_weights, class_axes), reduction, row_axes)
+
+
+# Those that are asked what autocast makes of their input.
+
+
+def _cross_entropy(input: Tensor) -> Tensor:
+    return F.cross_entropy(input, input.new_zeros(1, dtype=torch.long))
+
+
+def _nll_loss(input: Tensor) -> Tensor:
+    return F.nll_loss(input, input.new_zeros(1, dtype=torch.long))
 
 
 def _class_dim(input: Tensor) -> int:

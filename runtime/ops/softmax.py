@@ -6,6 +6,7 @@ more sum. Pieces may be uneven or empty, and entries minus infinity.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwright.runtime.ops.axes import Axes, accumulation_dtype, communicating, local_max, max_over, sum_over
+from shardwright.runtime.ops.axes import (
+    Axes,
+    accumulation_dtype,
+    cast_by_autocast,
+    communicating,
+    local_max,
+    max_over,
+    sum_over,
+)
+
+# Those that are asked what autocast makes of their input.
+_softmax = partial(F.softmax, dim=0)
+_log_softmax = partial(F.log_softmax, dim=0)
+_logsumexp = partial(torch.logsumexp, dim=0)
 
 
 def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None, *, dim_axes: Axes = ()) -> Tensor:
@@ -21,7 +35,7 @@ def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None, *, dim_ax
     axes = communicating(dim_axes)
     if not axes:
         return F.softmax(input, dim, dtype=dtype)
-    x = input if dtype is None else input.to(dtype)
+    x = cast_by_autocast(input, _softmax) if dtype is None else input.to(dtype)
     return cast(Tensor, _Softmax.apply(x, dim % x.ndim, axes))  # type: ignore[no-untyped-call]
 
 
@@ -30,7 +44,7 @@ def log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None, *, di
     axes = communicating(dim_axes)
     if not axes:
         return F.log_softmax(input, dim, dtype=dtype)
-    x = input if dtype is None else input.to(dtype)
+    x = cast_by_autocast(input, _log_softmax) if dtype is None else input.to(dtype)
     return cast(Tensor, _LogSoftmax.apply(x, dim % x.ndim, axes))  # type: ignore[no-untyped-call]
 
 
@@ -39,6 +53,7 @@ def logsumexp(input: Tensor, dim: int | tuple[int, ...], keepdim: bool = False, 
     axes = communicating(dim_axes)
     if not axes:
         return torch.logsumexp(input, dim, keepdim)
+    input = cast_by_autocast(input, _logsumexp)
     dims = tuple(d % input.ndim for d in ((dim,) if isinstance(dim, int) else dim))
     result = cast(Tensor, _LogSumExp.apply(input, dims, axes))  # type: ignore[no-untyped-call]
     if keepdim:

@@ -237,7 +237,8 @@ class PipelineModule(ParallelModule):
         reducer = reducer_of(self)
         reducer.clear()
         step = Step(leaves, dummies, loss_path, lambda loss: scaled(owner, loss, scale_fn), reducer)
-        results = self._run("train", step)
+        with self._as_compiled():
+            results = self._run("train", step)
         if not all(dummies):
             self._copies.bring_gradients_home(self.weights, self._messages, self._to_world)
             self._has_stale_copies = bool(self._copies)
@@ -249,7 +250,8 @@ class PipelineModule(ParallelModule):
         check_samples(f"{type(self).__name__}.infer_step", samples, self.num_microbatches)
         self._choose_body()
         leaves = self._read(samples, "infer_step")
-        return self._run("infer", Step(leaves, [True] * len(samples)))
+        with self._as_compiled():
+            return self._run("infer", Step(leaves, [True] * len(samples)))
 
     def refresh_copies(self) -> None:
         """See :meth:`CompiledModule.refresh_copies`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,8 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from tracing import traced
 
+from shardwright.compiler.ir.printer import print_graph
+from shardwright.compiler.ir.serialize import digest
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.trace import trace
+from shardwright.runtime.errors import TraceError
 
 X = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -253,3 +258,73 @@ def test_devices_are_the_ranks_own() -> None:
 
     graph = trace(Devices(), {"x": X})
     assert "cuda" not in str([op.args for op in graph.ops])
+
+
+def dtypes_of(forward: Callable[[nn.Module, Tensor], Tensor]) -> list[torch.dtype | None]:
+    """The autocast dtype of each operator that ``forward`` calls."""
+    module = type("M", (nn.Module,), {"forward": forward})
+    return [op.autocast for op in trace(module(), {"x": X.float()}).ops]
+
+
+def test_the_innermost_autocast_region_decides_whichever_device_it_names() -> None:
+    made_before = torch.autocast("cpu", dtype=torch.float16)
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cuda"):
+            a = x @ x.T
+            with torch.autocast("cpu", enabled=False):
+                b = x @ x.T
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    c = x @ x.T
+            with torch.autocast("cuda", dtype=torch.bfloat16), torch.autocast("cuda"):
+                d = x @ x.T
+        with made_before:
+            e = x @ x.T
+        return a + b + c + d + e
+
+    half, brain = torch.float16, torch.bfloat16
+    # Each product is of a transpose.
+    assert dtypes_of(forward) == [half, half, None, None, brain, brain, brain, brain, half, half, None, None, None, None]
+
+
+def test_what_torch_says_about_autocast_in_a_trace() -> None:
+    """Transformers asks before it leaves autocast for rotary embeddings, others to cast by hand."""
+    answers = []
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        for device in ("cuda", "cpu"):
+            answers.append((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)))
+            with torch.autocast(device, dtype=torch.bfloat16):
+                answers.append(
+                    (torch.is_autocast_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cuda"))
+                )
+        return x + 1
+
+    before = (torch.autocast.__enter__, torch.is_autocast_enabled, torch.get_autocast_dtype)
+    dtypes_of(forward)
+    inside = (True, True, torch.bfloat16)
+    assert answers == [(False, torch.float16), inside, (False, torch.bfloat16), inside]
+    assert before == (torch.autocast.__enter__, torch.is_autocast_enabled, torch.get_autocast_dtype)
+
+
+def test_a_trace_inside_autocast_stands_in_it() -> None:
+    with torch.autocast("cpu", dtype=torch.float16):
+        graph = trace(Regions(), {"x": X.float()})
+        assert torch.get_autocast_dtype("cpu") is torch.float16 and torch.is_autocast_enabled("cpu")
+    by_name = {op.name: op.autocast for op in graph.ops}
+    assert by_name["linear"] is torch.bfloat16 and by_name["mul"] is torch.float16
+    assert graph.autocast is torch.float16 and print_graph(graph).startswith("graph Regions  autocast(f16)\n")
+    outside = trace(Regions(), {"x": X.float()})
+    assert outside.autocast is None and digest(outside) != digest(graph)
+
+
+def test_two_blocks_of_autocast_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    outer, inner = torch.autocast("cuda", dtype=torch.float16), torch.autocast("cpu", dtype=torch.bfloat16)
+    with outer, inner, pytest.raises(TraceError) as caught:
+        trace(Regions(), {"x": X.float()})
+    assert str(caught.value) == (
+        "the module is compiled inside two autocast blocks that differ\n"
+        "  why:   cuda is cast to float16, cpu is cast to bfloat16\n"
+        "  try:   enter autocast for the device that the module will run on only"
+    )

@@ -116,6 +116,7 @@ def test_the_readme_trains_on_two_ranks(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("gencode*.py"))) == 2
 
 
+@pytest.mark.slow
 def test_the_pipeline_of_the_guide_trains_on_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(blocks("docs/pipelines.md")[0])
     torchrun(tmp_path, "train.py")

@@ -41,11 +41,19 @@ def assert_training_equals_one_device(printed: str, bound: float) -> None:
     assert found and float(found[1]) < bound and float(found[2]) < bound, printed
 
 
-ALL = [(model, policy, num_ranks) for model in ("gpt2", "llama") for policy in ("dp", "tp", "data") for num_ranks in (2, 4)]
+COVER = [
+    ("gpt2", "dp", 2),
+    ("gpt2", "tp", 4),
+    ("gpt2", "data", 2),
+    ("llama", "dp", 4),
+    ("llama", "tp", 2),
+    ("llama", "data", 4),
+]
+"""Every pair of a model, a policy and a number of ranks. All triples run on threads, in tests/parity."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "policy", "num_ranks"), ALL)
+@pytest.mark.parametrize(("model", "policy", "num_ranks"), COVER)
 def test_training_hugging_face_models_equals_one_device(tmp_path: Path, model: str, policy: str, num_ranks: int) -> None:
     command = [str(EXAMPLES / "train_gpt2.py"), "--model", model, "--policy", policy, "--check", "--float64"]
     assert_training_equals_one_device(torchrun(tmp_path, num_ranks, *command), 1e-10)
@@ -58,6 +66,7 @@ def test_training_in_float32_on_two_units_of_two_ranks(tmp_path: Path) -> None:
     assert_training_equals_one_device(printed, 1e-4)
 
 
+@pytest.mark.slow
 def test_compiled_from_the_command_line_and_then_loaded(tmp_path: Path) -> None:
     settings = ["--set", "outputs=loss", "--set", "grad_reduction=mean", "--gen-savedir", str(tmp_path / ".shardwright")]
     run(EXAMPLES, "-m", "shardwright", "compile", "train_gpt2:gpt2", "--policy", "tp", "--plan-ngpus", "2", *settings)

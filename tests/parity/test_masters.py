@@ -19,14 +19,13 @@ from shardwright.runtime.zero.remainders import is_rounded
 REMAINDERS = {"distributed_optimizer": {"store_param_remainders": True}}
 QUICK = [
     Case("gpt2", "dp", 1, 2),
-    Case("gpt2", "tp", 2, 2),
     Case("llama", "data", 2, 2, {"use_zero": 3}),
-    Case("llama", "hybrid", 4, 1),
     Case("gpt2", "pp", 2, 1, {"use_zero": 3, **REMAINDERS}),
     Case("llama", "tp", 2, 2, {"use_zero": 2, **REMAINDERS}),
 ]
 MODELS = ("gpt2", "llama")
-PLANS = (("dp", 1, 2), ("dp", 1, 4), ("tp", 2, 2), ("tp", 4, 1), ("data", 2, 2), ("pp", 2, 2), ("hybrid", 4, 2))
+DATA_PARALLEL = (("dp", 1, 2), ("dp", 1, 4), ("data", 2, 2))
+PLANS = (*DATA_PARALLEL, ("tp", 2, 2), ("tp", 4, 1), ("pp", 2, 2), ("hybrid", 4, 1), ("hybrid", 4, 2))
 REST = [
     case
     for name in MODELS

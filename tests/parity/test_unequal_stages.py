@@ -20,6 +20,7 @@ from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.optimizer import build_optimizer
 from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.world import count_communication
 
 ONE: dict[str, int] = {}
 PIPELINES: dict[str, tuple[Any, ...]] = {
@@ -97,6 +98,27 @@ def test_copies_follow_their_owner_under_any_optimizer(tmp_path: Path) -> None:
         for step in (0, 1):
             rows = [seen[step] for seen, _ in copies]
             assert torch.equal(torch.cat(rows) if rows[0].shape != whole[step].shape else rows[0], whole[step])
+
+
+def test_gradients_of_copies_are_added_up_in_the_dtype_of_their_owners(tmp_path: Path) -> None:
+    """bfloat16 copies of a parameter with a float32 master: their gradients accumulate and travel in float32."""
+    options = {"use_end2end": True, "use_zero": 0, "distributed_optimizer": {}}
+    config = ComputeConfig(plan_ngpus=3, runtime_ngpus=3, **options)  # type: ignore[arg-type]
+    directory = compile_into(tmp_path, Tied().bfloat16(), SAMPLES[0], unequal(*PIPELINES["one to tp=2"]), config)
+
+    def on_rank(rank: int) -> tuple[Any, ...]:
+        module = load_class(directory)()
+        build_optimizer(module, adamw)
+        with count_communication() as volume:
+            module.train_step(SAMPLES)
+        sent = volume.total("send", phase="gradients")
+        gradient = module.words.weight.grad
+        return sent.num_bytes, sent.elements, None if gradient is None else gradient.clone()
+
+    (_, _, gradient), *copies = run_ranks(3, on_rank)
+    assert all(num_bytes == 4 * elements > 0 and kept is None for num_bytes, elements, kept in copies)
+    reference = reference_run(Tied().bfloat16().double(), [SAMPLES], adamw, 1).gradients["words.weight"]
+    assert gradient.dtype == torch.float32 and (gradient - reference).norm() < 0.02 * reference.norm()
 
 
 def test_checkpoints(tmp_path: Path) -> None:

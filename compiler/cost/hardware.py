@@ -176,7 +176,7 @@ def load_hardware(name_or_path: str, num_devices: int | None = None) -> Hardware
             raise ConfigError(
                 f"there is no hardware {name_or_path!r}",
                 why=f"the presets are {', '.join(preset_names())}",
-                hint=f"{did_you_mean(name_or_path, preset_names())} The name of a file ends in .json",
+                hint=f"{did_you_mean(name_or_path, preset_names())} (the name of a file ends in .json)",
             )
         text, where = (_presets() / f"{name_or_path}.json").read_text(encoding="utf-8"), f"preset {name_or_path}"
     else:

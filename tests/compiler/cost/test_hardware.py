@@ -178,7 +178,7 @@ def test_an_unknown_preset() -> None:
     assert str(error.value) == (
         "there is no hardware 'a100-80g'\n"
         "  why:   the presets are a100-40gb, a100-80gb, cpu, gb200-nvl72, h100, h200, mi300x\n"
-        "  try:   did you mean 'a100-80gb'? The name of a file ends in .json"
+        "  try:   did you mean 'a100-80gb'? (the name of a file ends in .json)"
     )
 
 

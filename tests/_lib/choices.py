@@ -11,7 +11,14 @@ from shardwright.policies.autodist.solver.problem import Array, Problem, Row
 
 
 def random_problem(
-    seed: int, *, max_nodes: int = 8, max_strategies: int = 5, num_rows: int = 0, forbidden: float = 0.05, most: int = 40_000
+    seed: int,
+    *,
+    max_nodes: int = 8,
+    max_strategies: int = 5,
+    num_rows: int = 0,
+    num_interval_rows: int = 0,
+    forbidden: float = 0.05,
+    most: int = 40_000,
 ) -> Problem:
     """Any graph (cycles, dead ends, parallel edges, edges to itself), some entries inf, rows from impossible to loose.
 
@@ -36,7 +43,18 @@ def random_problem(
         usage = {node: rng.integers(0, 64, size) / 8.0 for node, size in enumerate(sizes) if rng.random() < 0.8}
         least, most_used = (sum(float(end(used)) for used in usage.values()) for end in (np.min, np.max))
         rows.append(Row(least + (rng.random() * 0.8 - 0.05) * (most_used - least), usage))
+    for _ in range(num_interval_rows):
+        usage = {node: rng.integers(0, 64, size) / 8.0 for node, size in enumerate(sizes) if rng.random() < 0.9}
+        intervals = {node: (start, start + int(rng.integers(0, 8))) for node in usage for start in [int(rng.integers(0, 12))]}
+        least, most_used = (_peak(intervals, {n: float(end(u)) for n, u in usage.items()}) for end in (np.min, np.max))
+        rows.append(Row(least + (rng.random() * 0.8 - 0.05) * (most_used - least), usage, intervals))
     return Problem(nodes, edges, tuple(rows))
+
+
+def _peak(intervals: dict[int, tuple[int, int]], used: dict[int, float]) -> float:
+    moments = range(max((end for _, end in intervals.values()), default=0))
+    live = ((node for node, (start, end) in intervals.items() if start <= moment < end) for moment in moments)
+    return max((sum(used[node] for node in nodes) for nodes in live), default=0.0)
 
 
 def best_by_trying(problem: Problem) -> float:
@@ -55,8 +73,11 @@ def best_by_trying(problem: Problem) -> float:
     for a, b, cost in problem.edges:
         total = total + (spread(np.diagonal(cost), a) if a == b else spread(cost, a, b))
     for row in problem.rows:
-        used = sum((spread(usage, node) for node, usage in row.usage.items()), np.zeros([1] * num_nodes))
-        total = np.where(used <= row.limit, total, math.inf)
+        intervals = row.intervals or dict.fromkeys(row.usage, (0, 1))
+        for moment in range(max((end for _, end in intervals.values()), default=0)):
+            live = (node for node, (start, end) in intervals.items() if start <= moment < end)
+            used = sum((spread(row.usage[node], node) for node in live), np.zeros([1] * num_nodes))
+            total = np.where(used <= row.limit, total, math.inf)
     return float(total.min())
 
 

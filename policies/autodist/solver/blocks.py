@@ -7,7 +7,7 @@ correspond.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardwright.policies.autodist.solver.problem import Infeasible, Problem, Row, Solution
@@ -28,7 +28,7 @@ class Renumbering:
         return Problem(
             tuple(problem.node_costs[node] for node in self.order),
             tuple((new[a], new[b], cost) for a, b, cost in problem.edges),
-            tuple(Row(row.limit, {new[node]: used for node, used in row.usage.items()}) for row in problem.rows),
+            tuple(_renamed(row, new) for row in problem.rows),
         )
 
     def forth(self, choice: Sequence[int] | None) -> Sequence[int] | None:
@@ -45,3 +45,8 @@ class Renumbering:
         for node, strategy in zip(self.order, answer.choice, strict=True):
             choice[node] = strategy
         return replace(answer, choice=tuple(choice))
+
+
+def _renamed(row: Row, new: Mapping[int, int]) -> Row:
+    intervals = None if row.intervals is None else {new[node]: interval for node, interval in row.intervals.items()}
+    return Row(row.limit, {new[node]: used for node, used in row.usage.items()}, intervals)

@@ -55,7 +55,7 @@ def branch(relaxation: Relaxation, root: Maximum, ceiling: float, progress: Prog
                 allowed=child,
                 stop_above=stop,
                 max_steps=STEPS,
-                out_of_time=lambda: progress.left_s <= 0,
+                out_of_time=progress.is_over,
             )
             for piece in found.pieces:
                 offer_piece(relaxation, piece, local, progress)

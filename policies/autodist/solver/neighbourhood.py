@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.policies.autodist.solver.local import cost_of
-from shardwright.policies.autodist.solver.network import Network, WorkRow
+from shardwright.policies.autodist.solver.moments import WorkRow
+from shardwright.policies.autodist.solver.network import Network
 from shardwright.policies.autodist.solver.pieces import choices_of
 from shardwright.policies.autodist.solver.problem import Array
 from shardwright.policies.autodist.solver.progress import Progress
@@ -108,7 +109,7 @@ def _improve(state: _State, free: set[int], progress: Progress) -> bool:
         return False
     before = cost_of(part, state.choice)
     maximum = maximise(
-        relaxation, np.zeros(len(part.rows)), max_steps=MAX_STEPS, stop_above=before, out_of_time=lambda: progress.left_s <= 0
+        relaxation, np.zeros(len(part.rows)), max_steps=MAX_STEPS, stop_above=before, out_of_time=progress.is_over
     )
     if maximum.bound >= before - 1e-12 * abs(before):
         return False

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.policies.autodist.solver.moments import Moments, WorkRow
+from shardwright.policies.autodist.solver.pool import Pool
 from shardwright.policies.autodist.solver.problem import ROW_TOLERANCE, Array, Infeasible, Problem
 
 DOMINANCE_WORK = 1_000_000
@@ -34,66 +35,6 @@ def spread(array: Array) -> float:
     return float(np.ptp(finite)) if finite.size else 0.0
 
 
-class Pool:
-    """Arrays by content: equal arrays become one object, so that ``is`` and ``id`` compare them."""
-
-    def __init__(self) -> None:
-        self._by_content: dict[tuple[tuple[int, ...], bytes], Array] = {}
-        self._by_id: dict[int, tuple[Array, Array]] = {}
-        self._results: dict[tuple[object, ...], object] = {}
-
-    def intern(self, array: Array) -> Array:
-        """The one array with this content."""
-        found = self._by_id.get(id(array))
-        if found is None:
-            plain = np.ascontiguousarray(array, dtype=np.float64) + 0.0  # -0.0 becomes 0.0, and nobody else writes to it
-            plain.setflags(write=False)
-            kept = self._by_content.setdefault((plain.shape, plain.tobytes()), plain)
-            found = self._by_id[id(array)] = (array, kept)  # the first keeps the id from being used again
-            self._by_id.setdefault(id(kept), (kept, kept))
-        return found[1]
-
-    def add(self, a: Array, b: Array) -> Array:
-        """``a + b``, computed once per pair."""
-        key = ("add", id(a), id(b))
-        if key not in self._results:
-            self._results[key] = self.intern(a + b)
-        result = self._results[key]
-        assert isinstance(result, np.ndarray)
-        return result
-
-    def take(self, array: Array, index: tuple[NDArray[np.intp] | int | slice, ...]) -> Array:
-        """``array[index]``, one index array, number or slice per dim."""
-        parts = tuple(i.tobytes() if isinstance(i, np.ndarray) else str(i) for i in index)
-        key = ("take", id(array), *parts)
-        if key not in self._results:
-            taken = array
-            for dim in reversed(range(array.ndim)):
-                taken = taken[(slice(None),) * dim + (index[dim],)]
-            self._results[key] = self.intern(taken)
-        result = self._results[key]
-        assert isinstance(result, np.ndarray)
-        return result
-
-    def transpose(self, array: Array) -> Array:
-        """``array.T``."""
-        key = ("transpose", id(array))
-        if key not in self._results:
-            self._results[key] = self.intern(array.T)
-        result = self._results[key]
-        assert isinstance(result, np.ndarray)
-        return result
-
-
-@dataclass
-class WorkRow:
-    """A row in which every node's least usage is 0: ``sum of usage[node][choice] <= room``."""
-
-    index: int
-    room: float
-    usage: dict[int, Array]
-
-
 class Network:
     """A problem being simplified; nodes keep their numbers.
 
@@ -102,7 +43,9 @@ class Network:
         strategies: per node of the problem, which of its strategies are left.
         edges: ``(a, b)`` with ``a < b`` to ``[strategies left of a, of b]``.
         neighbours: per node, the nodes it has an edge with.
-        rows: those that may bind.
+        rows: those that may bind, without intervals; ``moments``: what those with intervals say.
+        followers: ``(node, its leader, its strategy by the leader's, in numbers of the problem)``, in the order found; a
+            follower is not in ``costs`` (followers.py).
         constant: the cost of folded nodes.
     """
 
@@ -121,8 +64,10 @@ class Network:
         self.rows = [
             WorkRow(index, row.limit * (1 + math.copysign(ROW_TOLERANCE / 2, row.limit)), self._interned(row.usage.items()))
             for index, row in enumerate(problem.rows)
-            if row.limit < math.inf
+            if row.limit < math.inf and row.intervals is None
         ]
+        self.moments = Moments(problem.rows, self.pool)
+        self.followers: list[tuple[int, int, NDArray[np.intp]]] = []
 
     def _interned(self, items: Iterable[tuple[int, Array]]) -> dict[int, Array]:
         return {node: self.pool.intern(array) for node, array in items}
@@ -161,6 +106,7 @@ class Network:
         for row in self.rows:
             if node in row.usage:
                 row.usage[node] = self.pool.take(row.usage[node], (index,))
+        self.moments.take(node, index, self.pool)
 
     def duplicate(self) -> Network:
         """A copy that can be changed by itself; arrays and the pool are shared."""
@@ -180,12 +126,15 @@ class Network:
                 WorkRow(row.index, row.room, {node: used for node, used in row.usage.items() if node in part.costs})
                 for row in self.rows
             ]
-        part.rows = rows
+        part.rows, part.moments = rows, self.moments.part(part.costs)
         return part
 
     def expand(self, choice: dict[int, int]) -> tuple[int, ...]:
         """Choices among strategies left (folded nodes have one) as choices of the problem."""
-        return tuple(int(left[choice.get(node, 0)]) for node, left in enumerate(self.strategies))
+        found = [int(left[choice.get(node, 0)]) for node, left in enumerate(self.strategies)]
+        for node, leader, strategies in reversed(self.followers):
+            found[node] = int(strategies[found[leader]])
+        return tuple(found)
 
     def condense(self, choice: Sequence[int]) -> NDArray[np.intp]:
         """A choice of the problem as choices among the strategies left; where it was dropped, the first that is left."""
@@ -196,14 +145,18 @@ class Network:
         return inner
 
 
-def simplify(problem: Problem) -> Network | Infeasible:
-    """Build the network of a problem and make it as small as the rules above can."""
+def _never() -> bool:
+    return False
+
+
+def simplify(problem: Problem, out_of_time: Callable[[], bool] = _never) -> Network | Infeasible:
+    """Build the network of a problem and make it as small as the rules above can in the time."""
     network = Network(problem)
-    return tighten(network, problem) or network
+    return tighten(network, problem, out_of_time) or network
 
 
-def tighten(network: Network, problem: Problem) -> Infeasible | None:
-    """Make a network of a problem as small as the rules above can, in place."""
+def tighten(network: Network, problem: Problem, out_of_time: Callable[[], bool] = _never) -> Infeasible | None:
+    """Make a network of a problem as small as the rules above can in the time, in place."""
     changed = set(network.costs)
     while changed:
         failure = _drop_forbidden(network, changed) or _tighten_rows(network, problem)
@@ -214,7 +167,7 @@ def tighten(network: Network, problem: Problem) -> Infeasible | None:
         if failure is not None:
             return failure
         if not changed:
-            changed = _drop_dominated(network)
+            changed = _drop_dominated(network, out_of_time)
     _fold(network)
     return None
 
@@ -287,14 +240,17 @@ def _tighten_rows(network: Network, problem: Problem) -> Infeasible | None:
         if math.fsum(ranges[id(used)][1] for used in row.usage.values()) > room:
             kept.append(WorkRow(row.index, room, usage))
     network.rows = kept
-    return None
+    exceeded = network.moments.tighten(network.pool)
+    return None if exceeded is None else row_exceeded(network, problem, exceeded)
 
 
 def row_exceeded(network: Network, problem: Problem, index: int) -> Infeasible:
     """The certificate that a row cannot be kept: even with the least usage of every node it is exceeded."""
     row = problem.rows[index]
-    least = {node: float(used[network.strategies[node]].min()) for node, used in row.usage.items()}
-    total = math.fsum(least.values())
+    least_of = {node: int(used[network.strategies[node]].argmin()) for node, used in row.usage.items()}
+    choice = [int(left[least_of.get(node, 0)]) for node, left in enumerate(network.strategies)]
+    least = {node: float(used[choice[node]]) for node, used in row.usage.items()}
+    total = row.used(choice)
     most = tuple(sorted((node for node in least if least[node] > 0), key=lambda node: (-least[node], node))[:10])
     reason = f"row {index}: its limit is {row.limit:.6g}, and the least that any allowed choice uses is {total:.6g}"
     return Infeasible(True, reason, index, total, most)
@@ -313,15 +269,29 @@ def _drop_exceeding(network: Network, changed: set[int]) -> Infeasible | None:
             if not keep.all():
                 network.restrict(node, keep)
                 changed.add(node)
+    rooms = network.moments.least_room()
+    for node, spans in list(network.moments.spans.items()):
+        keep = np.ones(len(network.costs[node]), dtype=bool)
+        for first, last, used in spans:
+            level = (last - first).bit_length() - 1
+            keep &= used <= min(rooms[level][first], rooms[level][last - (1 << level)])
+        if not keep.any():
+            reason = "each strategy left of one node exceeds the limit at some moment, whatever the others use"
+            return Infeasible(True, reason, int(network.moments.rows[spans[0].first]), nodes=(node,))
+        if not keep.all():
+            network.restrict(node, keep)
+            changed.add(node)
     return None
 
 
-def _drop_dominated(network: Network) -> set[int]:
+def _drop_dominated(network: Network, out_of_time: Callable[[], bool]) -> set[int]:
     """Drop strategies that another strategy of the node replaces; returns the nodes that lost some."""
     usages: dict[int, list[Array]] = {}
     for row in network.rows:
         for node, used in row.usage.items():
             usages.setdefault(node, []).append(used)
+    for node, spans in network.moments.spans.items():
+        usages.setdefault(node, []).extend(span.used for span in spans)
     known: dict[tuple[int, ...], NDArray[np.bool_]] = {}
     worst: dict[int, Array] = {}
     changed = set()
@@ -337,7 +307,7 @@ def _drop_dominated(network: Network) -> set[int]:
         key = (id(network.costs[node]), *sorted(map(id, edges)), -1, *sorted(map(id, uses)))
         if key not in known:
             work += sum(size * edge.size for edge in edges if id(edge) not in worst)
-            if work > DOMINANCE_WORK_IN_ALL:
+            if work > DOMINANCE_WORK_IN_ALL or out_of_time():
                 break
             known[key] = _undominated(network.costs[node], edges, uses, worst)
         if not known[key].all():

@@ -25,23 +25,46 @@ ROW_TOLERANCE = 1e-12
 class Row:
     """``sum of usage[node][choice of node] <= limit``; a node that is not in ``usage`` uses nothing.
 
+    With intervals it is a limit over time: at every moment, the nodes whose interval covers it use no more than the limit.
+
     Attributes:
         limit: the most that may be used; ``inf`` for a row that never binds.
         usage: per node, what each of its strategies uses, ``[strategies]``; finite.
+        intervals: None if all uses are at one moment; else per node of ``usage`` the moments ``(start, end)`` at which it uses,
+            ``start`` included and ``end`` not.
     """
 
     limit: float
     usage: Mapping[int, Array]
+    intervals: Mapping[int, tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "limit", float(self.limit))
         usage = {int(node): np.asarray(used, dtype=np.float64) for node, used in self.usage.items()}
         object.__setattr__(self, "usage", MappingProxyType(usage))
         assert not math.isnan(self.limit), "a row with limit nan"
+        if self.intervals is not None:
+            assert self.intervals.keys() == usage.keys(), "a row whose intervals are not of the nodes it limits"
+            intervals = {node: (int(self.intervals[node][0]), int(self.intervals[node][1])) for node in usage}
+            object.__setattr__(self, "intervals", MappingProxyType(intervals))
 
     def used(self, choice: Sequence[int]) -> float:
-        """What a choice uses, exactly rounded."""
-        return math.fsum(float(used[choice[node]]) for node, used in self.usage.items())
+        """What a choice uses, with intervals at the moment it uses most; exactly rounded."""
+        if self.intervals is None:
+            return math.fsum(float(used[choice[node]]) for node, used in self.usage.items())
+        changes: dict[int, list[float]] = {}
+        for node, (start, end) in self.intervals.items():
+            if start < end:
+                used = float(self.usage[node][choice[node]])
+                changes.setdefault(start, []).append(used)
+                changes.setdefault(end, []).append(-used)
+        moments = sorted(changes)
+        over_time = np.cumsum([math.fsum(changes[moment]) for moment in moments])
+        if not len(over_time):
+            return 0.0
+        peak = moments[int(over_time.argmax())]
+        live = (node for node, (start, end) in self.intervals.items() if start <= peak < end)
+        return math.fsum(float(self.usage[node][choice[node]]) for node in live)
 
     def holds(self, used: float) -> bool:
         """Whether that usage is within the limit, up to the rounding of its sum."""

@@ -43,6 +43,10 @@ class Progress:
         """Seconds that are left; negative when time is over."""
         return self._deadline - time.monotonic()
 
+    def is_over(self) -> bool:
+        """Whether no time is left."""
+        return self.left_s <= 0
+
     @property
     def done(self) -> bool:
         """Whether there is nothing left to do, or no time to do it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,9 +50,9 @@ class Reduced:
         part.network.restrict(node, keep)
         return part
 
-    def simplify(self, problem: Problem) -> Infeasible | None:
+    def simplify(self, problem: Problem, out_of_time: Callable[[], bool] = lambda: False) -> Infeasible | None:
         """Simplify what stays once more: taking nodes out shows more strategies that others replace."""
-        return tighten(self.network, problem)
+        return tighten(self.network, problem, out_of_time)
 
     def condense(self, choice: Sequence[int]) -> NDArray[np.intp] | None:
         """A choice of the problem as one among the strategies left; None if one of its strategies was dropped."""

@@ -157,6 +157,16 @@ def _scale(relaxation: Relaxation, index: int) -> float:
     return of_costs / sum(float(used.max()) for used in nodes.values())
 
 
+def _met(
+    relaxation: Relaxation, best: Maximum, point: Array, allowed: Mapping[int, NDArray[np.bool_]] | None
+) -> tuple[Piece, float]:
+    """The piece at these multipliers, kept with the others, and L at them."""
+    found = relaxation.evaluate(point, allowed)
+    assert found is not None, "a choice that was allowed at other multipliers is not at these"
+    best.pieces.append(found)
+    return found, found.value(point)
+
+
 def _intersect(
     relaxation: Relaxation,
     best: Maximum,
@@ -191,11 +201,7 @@ def _intersect(
             if promised - best.bound <= CONVERGED * abs(promised):
                 break
             point = meet
-        found = relaxation.evaluate(np.array([point]), allowed)
-        assert found is not None
-        latest = found
-        best.pieces.append(latest)
-        value = latest.value(np.array([point]))
+        latest, value = _met(relaxation, best, np.array([point]), allowed)
         if value > best.bound:
             best.multipliers, best.bound = np.array([point]), value
         elif any(latest.cost == known.cost and latest.excess[0] == known.excess[0] for known in (rising, falling) if known):
@@ -222,10 +228,7 @@ def _bundle(
             at_edge = (point >= upper * (1 - 1e-9)) | ((point <= lower) & (lower > 0))
             if not at_edge.any() or (point == best.multipliers).all():
                 break
-        found = relaxation.evaluate(point, allowed)
-        assert found is not None
-        best.pieces.append(found)
-        value = found.value(point)
+        _, value = _met(relaxation, best, point, allowed)
         gained = value - best.bound
         if gained >= 0.3 * (promised - best.bound):
             radius = radius * 2

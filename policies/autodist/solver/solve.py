@@ -19,7 +19,8 @@ How it is solved, each step only if the one before left a gap and time is left:
 4. Small problems: branch and bound closes what is left (branch.py). Larger ones: parts are solved exactly while the rest stays
    (neighbourhood.py), until many parts in a row bring nothing.
 
-Where nodes have too many neighbours for elimination, wide.py takes the place of steps 2 to 4.
+Where nodes have too many neighbours for elimination, wide.py takes the place of steps 2 to 4. Rows over time are first made rows
+of moments, those that turn out to matter (over_time.py).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from shardwright.policies.autodist.solver.eliminate import MAX_JOIN
 from shardwright.policies.autodist.solver.local import LocalSearch
 from shardwright.policies.autodist.solver.neighbourhood import improve_parts
 from shardwright.policies.autodist.solver.network import Network, simplify
+from shardwright.policies.autodist.solver.over_time import reduce_over_time, search_over_time
 from shardwright.policies.autodist.solver.pieces import choices_of
 from shardwright.policies.autodist.solver.problem import Array, Infeasible, Problem, Solution
 from shardwright.policies.autodist.solver.progress import Progress
@@ -78,10 +80,24 @@ def solve(
 
 
 def _search(problem: Problem, start: Sequence[int] | None, progress: Progress) -> None:
-    network = simplify(problem)
+    network = simplify(problem, progress.is_over)
     if isinstance(network, Infeasible):
         progress.prove_infeasible(network)
         return
+    if not len(network.moments):
+        _search_network(network, problem, start, progress)
+        return
+    failure = reduce_over_time(network, problem, progress)
+    if failure is not None:
+        progress.prove_infeasible(failure)
+        return
+    if start is not None:
+        progress.offer(start)
+    search_over_time(network, problem, progress, _search_network)
+
+
+def _search_network(network: Network, problem: Problem, start: Sequence[int] | None, progress: Progress) -> None:
+    """Search a network whose rows are all at one moment."""
     if start is not None and network.costs:
         local = LocalSearch(network)
         local.load(network.condense(start))
@@ -98,7 +114,7 @@ def _search(problem: Problem, start: Sequence[int] | None, progress: Progress) -
     ceiling = _ceiling(network)
     beyond = ceiling + 1e-6 * abs(ceiling) + 1e-9
     zeros = np.zeros(len(network.rows))
-    maximum = maximise(relaxation, zeros, stop_above=beyond, out_of_time=lambda: progress.left_s <= 0)
+    maximum = maximise(relaxation, zeros, stop_above=beyond, out_of_time=progress.is_over)
     if maximum.bound >= beyond:
         progress.prove_infeasible(_rows_exceeded(problem, network, maximum, ceiling))
         return

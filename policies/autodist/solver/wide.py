@@ -1,6 +1,7 @@
 """Networks too wide for elimination: a bound by message passing and row prices, choices by rounding it, exact on what is left.
 
-1. Nodes in no row with at most two neighbours are taken out exactly (reduce.py).
+1. Nodes that follow another are merged with it (followers.py); those in no row with at most two neighbours are taken out
+   exactly (reduce.py).
 2. Passes of message passing (messages.py) alternate with steps of the rows' multipliers along the excess of the choice that the
    messages point at (a subgradient, with Polyak's step length). Every bound on the way is valid; the choice is repaired and
    improved by moves (local.py).
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.policies.autodist.solver.followers import merge_followers
 from shardwright.policies.autodist.solver.local import LocalSearch
 from shardwright.policies.autodist.solver.messages import Messages
 from shardwright.policies.autodist.solver.neighbourhood import improve_parts
@@ -54,8 +56,9 @@ def search_wide(network: Network, problem: Problem, progress: Progress) -> None:
     parts = (*network.costs.values(), *network.edges.values())
     least = {key: float(part.min()) for key, part in {id(part): part for part in parts}.items()}
     progress.raise_bound(network.constant + math.fsum(least[id(part)] for part in parts), "the least of every cost alone")
+    merge_followers(network, progress.is_over)
     reduced = Reduced(network)
-    failure = reduced.simplify(problem)
+    failure = reduced.simplify(problem, progress.is_over)
     if failure is not None:
         progress.prove_infeasible(failure)
         return
@@ -71,7 +74,7 @@ def search_wide(network: Network, problem: Problem, progress: Progress) -> None:
             return
         prices = ascent.prices()
         ascent.drop_expensive()
-        failure = reduced.simplify(problem)
+        failure = reduced.simplify(problem, progress.is_over)
         if failure is not None:  # nothing else is as good as the best choice
             progress.raise_bound(progress.cost, PROOF)
             return
@@ -130,7 +133,7 @@ def _split_and_bound(reduced: Reduced, prices: dict[int, float], problem: Proble
         if progress.done:
             return
         for part in _halves(whole, prices):
-            if part.simplify(problem) is not None:
+            if part.simplify(problem, progress.is_over) is not None:
                 continue
             found, part_prices = bound, prices
             if part.network.costs:
@@ -138,7 +141,7 @@ def _split_and_bound(reduced: Reduced, prices: dict[int, float], problem: Proble
                 found = max(bound, ascent.run(progress.left_s))
                 part_prices = ascent.prices()
                 ascent.drop_expensive()
-                if found >= progress.cost or part.simplify(problem) is not None:
+                if found >= progress.cost or part.simplify(problem, progress.is_over) is not None:
                     continue
             if not part.network.costs:
                 progress.offer(part.expand(np.zeros(len(part.network.strategies), dtype=np.intp)))

@@ -1,0 +1,129 @@
+"""Rows over time: only the moments that matter become rows, those at which the last choice exceeds the limit.
+
+A bound with some of the moments is a bound with all of them, and a choice that is best with some of them and respects all is
+best. Every round solves the network with the moments found so far; of those that its choice exceeds, the worst of every stretch
+of time is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.policies.autodist.solver.followers import merge_followers
+from shardwright.policies.autodist.solver.moments import Moments, WorkRow
+from shardwright.policies.autodist.solver.network import Network, tighten
+from shardwright.policies.autodist.solver.problem import Array, Infeasible, Problem, Row
+from shardwright.policies.autodist.solver.progress import Progress
+
+MAX_AT_ONCE = 100
+"""Moments up to which all are made rows at once."""
+
+NUM_STRETCHES = 40
+"""Stretches of time of which the worst moment is added in each round."""
+
+SHARE = 0.5
+"""Of the time that is left: what one round takes at most."""
+
+Search = Callable[[Network, Problem, Sequence[int] | None, Progress], None]
+
+
+def reduce_over_time(network: Network, problem: Problem, progress: Progress) -> Infeasible | None:
+    """Make a network with rows over time smaller before moments are chosen, in place."""
+    merge_followers(network, progress.is_over)
+    failure = tighten(network, problem, progress.is_over)
+    network.moments.merge()
+    return failure
+
+
+def search_over_time(network: Network, problem: Problem, progress: Progress, search: Search) -> None:
+    """Search with more and more moments.
+
+    Args:
+        network: of the problem; it is not changed.
+        problem: as given, with its rows over time.
+        progress: what is found.
+        search: searches a network whose rows are all at one moment.
+    """
+    moments = network.moments
+    chosen = set(range(len(moments))) if len(moments) <= MAX_AT_ONCE else set()
+    start = progress.choice
+    while not progress.done:
+        whole = len(chosen) == len(moments)
+        part = _with_rows(network, problem, sorted(chosen))
+        inner = Progress(part.problem, progress.left_s * (1 if whole else SHARE), target_gap=progress.target_gap)
+        failure = tighten(part.network, part.problem, lambda: progress.left_s <= 0)
+        if failure is not None:
+            progress.prove_infeasible(replace(failure, row=part.row_of(failure.row)))
+            return
+        search(part.network, part.problem, start, inner)
+        if inner.infeasible is not None:
+            progress.prove_infeasible(replace(inner.infeasible, row=part.row_of(inner.infeasible.row)))
+            return
+        progress.raise_bound(inner.bound, inner.proof)
+        if inner.choice is None:
+            if whole:
+                return
+            chosen |= _worst(moments, -moments.room, range(len(moments)))
+            continue
+        start = inner.choice
+        progress.offer(start)
+        over = over_limit(network, start)
+        exceeded = np.flatnonzero(over > 0)
+        if whole or not len(exceeded):
+            return
+        chosen |= _worst(moments, over, exceeded)
+
+
+def over_limit(network: Network, choice: Sequence[int]) -> Array:
+    """By how much a choice of the problem exceeds each moment."""
+    inner = network.condense(choice)
+    used = network.moments.over_time(
+        (span, float(span.used[inner[node]])) for node, spans in network.moments.spans.items() for span in spans
+    )
+    return np.asarray(used - network.moments.room)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The problem and the network with rows of some moments, and which row of the problem each row is of."""
+
+    problem: Problem
+    network: Network
+    rows: tuple[int, ...]
+
+    def row_of(self, index: int | None) -> int | None:
+        return None if index is None else self.rows[index]
+
+
+def _with_rows(network: Network, problem: Problem, chosen: list[int]) -> _Part:
+    moments = network.moments
+    plain = [index for index, row in enumerate(problem.rows) if row.intervals is None]
+    rows = [problem.rows[index] for index in plain]
+    for moment in chosen:
+        row, time = problem.rows[moments.rows[moment]], moments.times[moment]
+        assert row.intervals is not None
+        live = [node for node, (start, end) in row.intervals.items() if start <= time < end]
+        rows.append(Row(row.limit, {node: row.usage[node] for node in live}))
+    part = network.duplicate()
+    place = {index: i for i, index in enumerate(plain)}
+    for work_row in part.rows:
+        work_row.index = place[work_row.index]
+    usages = moments.usage_at(chosen, network.pool)
+    part.rows += [WorkRow(len(plain) + i, float(moments.room[moment]), usages[i]) for i, moment in enumerate(chosen)]
+    part.moments = Moments((), network.pool)
+    whose = (*plain, *(int(moments.rows[moment]) for moment in chosen))
+    return _Part(replace(problem, rows=tuple(rows)), part, whose)
+
+
+def _worst(moments: Moments, over: Array, among: Sequence[int] | NDArray[np.intp]) -> set[int]:
+    """Of some moments, the most exceeded one of every stretch."""
+    found: dict[int, int] = {}
+    for moment in among:
+        stretch = int(moment) * NUM_STRETCHES // len(moments)
+        if stretch not in found or over[moment] > over[found[stretch]]:
+            found[stretch] = int(moment)
+    return set(found.values())

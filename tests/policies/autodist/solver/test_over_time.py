@@ -1,0 +1,76 @@
+"""Rows with intervals: limits over time."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from choices import best_by_trying, random_problem
+
+from shardwright.policies.autodist.solver import over_time
+from shardwright.policies.autodist.solver.followers import merge_followers
+from shardwright.policies.autodist.solver.network import Network, simplify, tighten
+from shardwright.policies.autodist.solver.problem import Infeasible, Problem, Row, Solution, evaluate, is_feasible
+from shardwright.policies.autodist.solver.solve import solve
+
+USAGE = {0: np.array([5.0, 9.0]), 1: np.array([4.0, 6.0]), 2: np.array([100.0])}
+TWO_MEET = Row(10.0, USAGE, {0: (0, 4), 1: (2, 6), 2: (4, 4)})
+
+
+def check(problem: Problem) -> bool:
+    """Solve and compare with all choices; whether there is one."""
+    best, found = best_by_trying(problem), solve(problem, time_limit_s=60)
+    if isinstance(found, Infeasible):
+        assert found.proven and best == math.inf, (found, best)
+        return False
+    assert is_feasible(problem, found.choice) and found.cost == evaluate(problem, found.choice) == best
+    assert found.bound <= best and (found.gap <= 1e-9)
+    return True
+
+
+def test_a_row_with_intervals_counts_what_is_live_together() -> None:
+    assert TWO_MEET.used((0, 0, 0)) == 9 and TWO_MEET.used((0, 1, 0)) == 11 and TWO_MEET.used((1, 0, 0)) == 13
+    assert Row(1.0, {0: np.ones(1)}, {0: (3, 3)}).used((0,)) == 0.0
+    with pytest.raises(AssertionError, match="intervals are not of the nodes"):
+        Row(1.0, {0: np.ones(1)}, {})
+
+
+def test_random_problems_with_intervals_equal_all_choices() -> None:
+    feasible = [
+        check(random_problem(seed, num_rows=seed % 2, num_interval_rows=1 + seed % 2, forbidden=0.3 if seed % 3 else 0.05))
+        for seed in range(4000, 4200)
+    ]
+    assert 20 < feasible.count(False) < 180
+
+
+def test_moments_that_are_added_one_by_one_end_at_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(over_time, "MAX_AT_ONCE", 0)
+    monkeypatch.setattr(over_time, "NUM_STRETCHES", 2)
+    for seed in range(4200, 4300):
+        check(random_problem(seed, num_interval_rows=1, forbidden=0.1))
+
+
+def test_a_row_over_time_that_cannot_be_kept_is_named() -> None:
+    slack = Row(1000.0, {0: np.array([5.0, 9.0])})
+    tight = Row(8.5, TWO_MEET.usage, TWO_MEET.intervals)
+    found = solve(Problem((np.zeros(2), np.zeros(2), np.zeros(1)), rows=(slack, tight)), time_limit_s=60)
+    assert isinstance(found, Infeasible) and found.proven and found.row == 1
+    assert found.reason == "row 1: its limit is 8.5, and the least that any allowed choice uses is 9"
+
+
+def test_followers_are_merged_without_changing_a_cost() -> None:
+    """A chain in which every second node takes the strategy of the one before."""
+    rng = np.random.default_rng(0)
+    same = np.where(np.eye(3) > 0, 0.0, math.inf)
+    nodes = tuple(rng.integers(0, 99, 3) / 8.0 for _ in range(12))
+    edges = tuple((n, n + 1, same if n % 2 == 0 else rng.integers(0, 99, (3, 3)) / 8.0) for n in range(11))
+    usage = {n: rng.integers(0, 64, 3) / 8.0 for n in range(12)}
+    problem = Problem(nodes, edges, (Row(30.0, usage, {n: (n, n + 6) for n in range(12)}),))
+    network = simplify(problem)
+    assert isinstance(network, Network)
+    assert merge_followers(network, lambda: False) >= 5 and len(network.costs) <= 6
+    assert all(np.isfinite(edge).all() for edge in network.edges.values())
+    assert tighten(network, problem) is None
+    found = solve(problem, time_limit_s=60)
+    assert isinstance(found, Solution) and found.gap == 0.0 and found.choice[::2] == found.choice[1::2]

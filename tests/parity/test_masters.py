@@ -136,6 +136,25 @@ def test_gradients_are_added_up_and_reduced_in_float32(tmp_path: Any, stage: int
             assert gradient.dtype == torch.float32 and torch.equal(gradient, whole), name
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_of_microbatches_are_added_up_in_float32(tmp_path: Any, stage: int) -> None:
+    stages = {"use_end2end": True, "pas_config": {"num_stages": 2, "num_microbatches": 3}}
+    directory = net_files(tmp_path, "pp", 2, 2, use_zero=stage, **stages)
+
+    def on_rank(rank: int) -> dict[str, Tensor]:
+        module = load_class(directory)()
+        optimizer = build_optimizer(module, adamw)
+        module.train_step([batch(10 * module.ranks.unit + number) for number in range(3)])
+        found = gathered_gradients(optimizer._reducer.buckets)
+        return {name: gradient.clone() for name, gradient in found.items() if gradient is not None}
+
+    expected = sums([batch(10 * unit + number) for unit in range(2) for number in range(3)])
+    results = run_ranks(4, on_rank)
+    assert {name for found in results[:2] for name in found} == expected.keys()
+    for found in results:
+        assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items())
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_gradients_stay_as_they_are_if_that_is_asked_for(tmp_path: Any, stage: int) -> None:
     table = {"grad_sync_dtype": "bf16", "contiguous_grad_buffer": stage != 1}

@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
 
 from shardwright.compiler.plan.builder import PlannableGraph
-from shardwright.runtime.config import ORIGINAL_OPTION_NAMES, ComputeConfig
+from shardwright.runtime.config import ORIGINAL_OPTION_NAMES, ORIGINAL_OPTIONS_ELSEWHERE, ComputeConfig
 from shardwright.runtime.errors import ConfigError, did_you_mean
 
 PolicyFunction = Callable[[PlannableGraph, ComputeConfig], Any]
@@ -57,6 +57,7 @@ def read_options(options: type[Options], pas_config: Mapping[str, Any], *, polic
         if name not in declared:
             known = (*declared, *(old for old, new in ORIGINAL_OPTION_NAMES.items() if new in declared))
             hint = did_you_mean(written, known) if known else "leave pas_config empty"
+            hint = ORIGINAL_OPTIONS_ELSEWHERE.get(written, hint)
             raise ConfigError(f"policy {policy!r} has no option {written!r}", hint=hint)
         if name in given:
             raise ConfigError(

@@ -128,7 +128,7 @@ class ParallelOptimizer(Optimizer):
         """
         self.sync_shard_grad()
         device = self._model.world.device
-        found = unscale([tensor.grad for tensor in self._reducer.holders if tensor.grad is not None], factor, device)
+        found = unscale([tensor.grad for tensor in self._holders if tensor.grad is not None], factor, device)
         return bool(self._model.world.everyone.all_reduce(found, phase="gradients"))
 
     @property

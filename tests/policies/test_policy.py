@@ -7,6 +7,7 @@ from typing import Literal
 import pytest
 
 from shardwright.policies.policy import NoOptions, Policy, read_options
+from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ORIGINAL_OPTION_NAMES, ComputeConfig
 from shardwright.runtime.errors import ConfigError
 
@@ -52,6 +53,26 @@ def test_refusals():
         "  try:   keep 'num_stages'"
     )
     assert refusal(Options, {}) == "policy 'mine' needs option 'num_stages'\n  why:   it takes a whole number"
+
+
+def test_options_of_the_original_that_belong_elsewhere():
+    for name, value in (("use_bf16", True), ("use_fp16", False)):
+        for policy in ("dp", "tp", "data", "pp", "hybrid", "autodist"):
+            config = ComputeConfig(plan_ngpus=1, runtime_ngpus=1, pas_config={name: value})
+            with pytest.raises(ConfigError) as caught:
+                find_policy(policy).check(config)
+            dtype = {"use_bf16": "bfloat16", "use_fp16": "float16"}[name]
+            assert str(caught.value) == (
+                f"policy {policy!r} has no option {name!r}\n"
+                f"  try:   the module's dtypes are what is planned for: parallelize(..., module_dtype=torch.{dtype}), with "
+                "ComputeConfig(distributed_optimizer={}) for float32 masters; or enter autocast in forward"
+                + (". Scale losses by LossScaler" if name == "use_fp16" else "")
+            )
+    assert refusal(NoOptions, {"update_freq": 4}) == (
+        "policy 'mine' has no option 'update_freq'\n"
+        "  try:   give train_step several samples, or run all backward passes but the last under optimizer.no_sync()"
+    )
+    find_policy("autodist").check(ComputeConfig(plan_ngpus=1, runtime_ngpus=1, pas_config={"update_freq": 4}))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from mlp_training import adamw, piece_of
 from pipeline_files import Net
 from pipeline_training import samples_of, write
 from pipelines import make_pipe
+from zero_training import Muonlike
 
 from shardwright.runtime.checkpoint.load import load_checkpoint
 from shardwright.runtime.checkpoint.save import save_checkpoint
@@ -34,7 +35,7 @@ def batches(step, unit, count):
     return [make_batch(100 * step + 10 * unit + index) for index in range(count)]
 
 
-def reference(num_units, accumulate, element):
+def reference(num_units, accumulate, element, factory=adamw):
     """One device under torch's scaler. ``element``: of the weight that tp cuts by rows, where gradients overflow."""
     model = make_model()
     scaler = torch_scaler()
@@ -43,12 +44,12 @@ def reference(num_units, accumulate, element):
         losses = [model(*batch) for unit in range(num_units) for batch in batches(step, unit, accumulate)]
         scaler.scale(torch.stack(losses).sum()).backward()
 
-    return loss_scaling.train(model, adamw(model.parameters()), scaler, backward, (model.layers[0].weight, element))
+    return loss_scaling.train(model, factory(model.parameters()), scaler, backward, (model.layers[0].weight, element))
 
 
-def train_rank(rank, files, config, accumulate, poisoned_rank):
+def train_rank(rank, files, config, accumulate, poisoned_rank, factory):
     module = load_class(files)()
-    optimizer = build_optimizer(module, adamw, config)
+    optimizer = build_optimizer(module, factory, config)
     scaler = LossScaler(**OPTIONS)
 
     def backward(step):
@@ -62,12 +63,12 @@ def train_rank(rank, files, config, accumulate, poisoned_rank):
     return loss_scaling.train(module, optimizer, scaler, backward, poisoned)
 
 
-def check(files, tp, options, *, accumulate=1, poisoned_rank=1, num_units=2):
+def check(files, tp, options, *, accumulate=1, poisoned_rank=1, num_units=2, factory=adamw):
     num_ranks = tp * num_units
     config = {"plan_ngpus": tp, "runtime_ngpus": num_ranks, **options}
     # Rank 1 of 2 has the second half of the weight's ten rows.
-    expected = reference(num_units, accumulate, element=3 + (poisoned_rank % tp) * 5 * 6)
-    for rank, record in enumerate(run_ranks(num_ranks, train_rank, files, config, accumulate, poisoned_rank)):
+    expected = reference(num_units, accumulate, 3 + (poisoned_rank % tp) * 5 * 6, factory)
+    for rank, record in enumerate(run_ranks(num_ranks, train_rank, files, config, accumulate, poisoned_rank, factory)):
         assert_same_course(record, expected)
         cls = load_class(files, rank)
         for name, found in record["parameters"].items():
@@ -91,6 +92,12 @@ def test_with_split_optimizer_state(tmp_path, options):
     """Each rank has gradients of its part only."""
     files = write_files(tmp_path / "mlp", make_model(), dp=1, tp=1)
     check(files, 1, options, accumulate=2, num_units=4)
+
+
+@pytest.mark.parametrize("options", [{}, ZERO[0], ZERO[2]], ids=str)
+def test_an_optimizer_that_needs_whole_tensors_of_cut_parameters(tmp_path, options):
+    files = write_files(tmp_path / "mlp", make_model(), dp=1, tp=2)
+    check(files, 2, options, factory=Muonlike)
 
 
 def train_pipe(rank, files, config, steps=range(STEPS), folder=None):
@@ -293,7 +300,7 @@ def test_another_optimizer_is_refused():
     )
 
 
-def test_float16_gradients_are_refused_and_masters_are_not():
+def test_float16_gradients_are_refused():
     scaler = LossScaler()
     optimizer = trained(scaler, torch.float16)
     assert text_of(lambda: scaler.step(optimizer)) == (
@@ -303,10 +310,21 @@ def test_float16_gradients_are_refused_and_masters_are_not():
         "ComputeConfig(distributed_optimizer={})"
     )
 
+
+MASTERS = [
+    {"distributed_optimizer": {}},
+    {"distributed_optimizer": {}, "use_zero": 2},
+    {"distributed_optimizer": {}, "use_zero": 0},
+    {"distributed_optimizer": {"contiguous_grad_buffer": False}},
+]
+
+
+@pytest.mark.parametrize("options", MASTERS, ids=str)
+def test_masters_of_float16_parameters_get_gradients_that_float16_cannot_hold(options):
     def on_rank(rank):
         model = torch.nn.Linear(2, 1, bias=False).half()
         torch.nn.init.ones_(model.weight)
-        config = {"plan_ngpus": 1, "runtime_ngpus": 2, "distributed_optimizer": {}}
+        config = {"plan_ngpus": 1, "runtime_ngpus": 2, **options}
         optimizer, scaler = build_optimizer(model, torch.optim.SGD, config, lr=1.0), LossScaler(init_scale=2.0**12)
         # In float16 the gradient itself, 2**-26, would be zero.
         loss = model(torch.full((2,), 2.0**-13, dtype=torch.float16)).float().sum() * 2.0**-13
@@ -315,7 +333,7 @@ def test_float16_gradients_are_refused_and_masters_are_not():
         return [shard.tensor.grad.clone() for shard in optimizer.shards]
 
     for (gradient,) in run_ranks(2, on_rank):
-        assert torch.equal(gradient, torch.full((1,), 2.0**-25))
+        assert torch.equal(gradient.view(-1), torch.full((gradient.numel(),), 2.0**-25))
 
 
 @pytest.mark.parametrize(

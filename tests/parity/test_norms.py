@@ -1,0 +1,118 @@
+"""The norm of all gradients, and what clipping leaves of them, under every kind of plan: those of ``clip_grad_norm_`` on one
+device, also where a gradient is infinite or not a number on one rank.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_gpt
+import torch
+from loss_scaling import overflow
+from precision import float64_casts
+from torch import Tensor
+
+from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.verification.samples import rolled
+from shardwright.compiler.verification.verify import compile_into
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.loader import load_class
+from shardwright.runtime.optimizer import build_optimizer
+from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.zero.gathering import gathered_gradients
+
+MAX_NORM = 0.05
+NUM_SAMPLES = 2
+
+
+def on_the_residual_stream(op: IROp) -> bool:
+    return op.target in ("add", "dropout", "layer_norm")
+
+
+def sequence_parallel(graph: PlannableGraph, config: ComputeConfig) -> Any:
+    """Megatron's: layer norms see a part of the sequence, and their gradients are summands."""
+    b = graph.builder(mesh={"tp": config.plan_ngpus})
+    for dim in ("heads", "up_dim", "vocab"):
+        b.split(dim, "tp")
+    return b.split("seq", "tp", where=on_the_residual_stream).build()
+
+
+PLANS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "dp": ("dp", {"plan_ngpus": 1, "runtime_ngpus": 2}),
+    "tp": ("tp", {"plan_ngpus": 2, "runtime_ngpus": 4}),
+    "sequence": (sequence_parallel, {"plan_ngpus": 2, "runtime_ngpus": 4}),
+    "sequence-zero2": (sequence_parallel, {"plan_ngpus": 2, "runtime_ngpus": 4, "use_zero": 2}),
+    "data-zero1": ("data", {"plan_ngpus": 2, "runtime_ngpus": 4, "use_zero": 1, "zero_use_reduce_scatter": True}),
+    "pp": ("pp", {"plan_ngpus": 2, "runtime_ngpus": 4}),
+    "hybrid-zero1": ("hybrid", {"plan_ngpus": 4, "runtime_ngpus": 8, "use_zero": 1}),
+    "tp-zero3": ("tp", {"plan_ngpus": 2, "runtime_ngpus": 4, "use_zero": 3}),
+    "pp-table": ("pp", {"plan_ngpus": 2, "runtime_ngpus": 4, "distributed_optimizer": {}}),
+}
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    made = tiny_gpt.GPT(num_layers=2).double()
+    for module in made.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return made
+
+
+def samples(unit: int) -> list[dict[str, Any]]:
+    return [rolled(tiny_gpt.dummy_args(), 1 + 2 * unit + k) for k in range(NUM_SAMPLES)]
+
+
+def on_one_device(num_units: int, value: float | None) -> tuple[Tensor, dict[str, Tensor]]:
+    alone = model()
+    losses = [alone(**sample)[0] for unit in range(num_units) for sample in samples(unit)]
+    torch.stack(losses).sum().backward()
+    if value is not None:
+        alone.get_parameter("blocks.0.norm1.weight").grad[1] = value
+    norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), MAX_NORM)
+    return norm, {name: p.grad for name, p in alone.named_parameters()}
+
+
+def check(name: str, folder: Path, value: float | None = None) -> None:
+    policy, options = PLANS[name]
+    config = ComputeConfig(
+        use_end2end=True, pas_config={"num_microbatches": 2} if policy in ("pp", "hybrid") else {}, **options
+    )
+    files = compile_into(folder, model(), tiny_gpt.dummy_args(), policy, config)
+
+    def clipped(rank: int) -> tuple[Tensor, dict[str, Tensor | None]]:
+        module = load_class(files)()
+        optimizer = build_optimizer(module, torch.optim.SGD, lr=0.1)
+        poisoned = dict(module.named_parameters()).get("blocks.0.norm1.weight")
+        # Under tp the ranks of a unit compute the whole gradient, each for itself.
+        is_spoilt = rank == 0 or (policy == "tp" and module.ranks.unit == 0)
+        if value is not None and is_spoilt and poisoned is not None:
+            with overflow(poisoned, 1, value):
+                module.train_step(samples(module.ranks.unit))
+        else:
+            module.train_step(samples(module.ranks.unit))
+        norm = optimizer.clip_gnorm(MAX_NORM)
+        return norm, gathered_gradients(optimizer._reducer.buckets)
+
+    norm, gradients = on_one_device(config.runtime_ngpus // config.plan_ngpus, value)
+    for found, pieces in run_ranks(config.runtime_ngpus, clipped):
+        torch.testing.assert_close(found, norm, rtol=1e-12, atol=0, equal_nan=True)
+        for key, piece in pieces.items():
+            if piece is not None and piece.shape == gradients[key].shape:
+                torch.testing.assert_close(piece, gradients[key], rtol=1e-10, atol=1e-14, equal_nan=True, msg=key)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_norms_and_clipped_gradients(tmp_path: Path, name: str) -> None:
+    with float64_casts():
+        check(name, tmp_path)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("name", ["tp", "sequence-zero2", "pp", "tp-zero3"])
+def test_one_that_is_not_finite_in_one_unit(tmp_path: Path, name: str, value: float) -> None:
+    """All ranks see the norm of one device: infinite, or not a number."""
+    with float64_casts():
+        check(name, tmp_path, value)

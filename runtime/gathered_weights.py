@@ -172,7 +172,8 @@ class WeightGathering:
         cut: Cut | None = None,
         backward: Literal["slice", "reduce_scatter"] = "reduce_scatter",
     ) -> Tensor:
-        """S(dim) -> G, or with ``backward="slice"`` S(dim) -> R. ``x`` is a parameter, or gathered along another axis.
+        """S(dim) -> G, or with ``backward="slice"`` S(dim) -> R. ``x`` is a parameter, or gathered along another axis, or what
+        another adapter made of a parameter; gradients pass that one in the dtype of ``x``.
 
         Without ``cut`` the pieces must be equally long.
         """
@@ -182,7 +183,10 @@ class WeightGathering:
         step = _Step(axis, dim, cut or whole_cut(x.shape[dim] * axis.size), backward == "reduce_scatter")
         before = self._use_of(x)
         move = self._move if before is None else _move_now
-        grad_dtype = (x.grad_dtype or x.dtype) if before is None else before.grad_dtype
+        if before is not None:
+            grad_dtype = before.grad_dtype
+        else:
+            grad_dtype = (x.grad_dtype if x.is_leaf else None) or x.dtype
         whole = cast(Tensor, _Gather.apply(x, step, grad_dtype, move))  # type: ignore[no-untyped-call]
         assert whole.is_contiguous() and whole.storage_offset() == 0, "views of it could not be told by their strides"
         piece, steps = (x, (step,)) if before is None else (before.piece, (*before.steps, step))

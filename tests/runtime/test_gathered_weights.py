@@ -192,6 +192,22 @@ def test_a_second_backward_through_a_retained_graph() -> None:
     run_ranks(2, rank)
 
 
+def test_what_was_computed_from_a_weight_is_gathered() -> None:
+    """As by an adapter along another axis: it is no leaf, and its gradient goes on through what made it."""
+    expected = reference(2)
+
+    def rank(index: int) -> None:
+        sharded = Sharded(wholes(2))
+        group = sharded.ranks.axis("dp")
+        with sharded.gathering.forward("train"):
+            made = [0.5 * (2.0 * piece) for piece in sharded.pieces]
+            loss = chain(batch(index), lambda number: sharded.gathering.gathered(made[number], group, 0), 2)
+        loss.backward()
+        assert_gradients(sharded, expected)
+
+    run_ranks(2, rank)
+
+
 def test_frozen_weights_are_gathered_again_and_not_reduced() -> None:
     def rank(index: int) -> None:
         sharded = Sharded(wholes(3), trained=False)

@@ -57,17 +57,21 @@ class Numbers:
         return {"losses": losses, "gradients": torch.tensor(list(each.values())).norm().item(), **each}
 
 
-def on_one_device(model: nn.Module, samples: list[dict[str, Any]], to_dtype: torch.dtype | None = None) -> Numbers:
-    """The sum of the losses of all samples, differentiated. ``to_dtype``: the model and its inputs are cast to it first."""
+def on_one_device(
+    model: nn.Module, samples: list[dict[str, Any]], to_dtype: torch.dtype | None = None, scale: float = 1.0
+) -> Numbers:
+    """The sum of the losses of all samples, differentiated. ``to_dtype``: the model and its inputs are cast to it first.
+    ``scale``: losses are multiplied by it, and gradients are divided by it.
+    """
     model = copy.deepcopy(model)
     if to_dtype is not None:
         model, samples = model.to(to_dtype), [in_dtype(sample, to_dtype) for sample in samples]
     losses = []
     for sample in samples:
         loss = zoo.loss_of(model(**sample))
-        loss.backward()  # type: ignore[no-untyped-call]
+        (loss * scale).backward()
         losses.append(loss.detach().double())
-    gradients = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad.double() / scale for name, p in model.named_parameters() if p.grad is not None}
     return Numbers(torch.stack(losses), gradients, loss.dtype)
 
 

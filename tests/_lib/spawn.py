@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 PRELOADED = ["torch.distributed", "torch._dynamo", "shardwright.runtime.loader", "shardwright.runtime.optimizer"]
-"""What the process that forks the ranks has imported before: all of them need it, and importing takes longer than their work."""
+"""What the process that forks the ranks has imported before: all need it, and importing takes longer than their work."""
 
 
 def run_processes(num_ranks: int, target: str, *args: Any) -> list[Any]:

@@ -19,8 +19,8 @@ How it is solved, each step only if the one before left a gap and time is left:
 4. Small problems: branch and bound closes what is left (branch.py). Larger ones: parts are solved exactly while the rest stays
    (neighbourhood.py), until many parts in a row bring nothing.
 
-Where nodes have too many neighbours for elimination, wide.py takes the place of steps 2 to 4. Rows over time are first made rows
-of moments, those that turn out to matter (over_time.py).
+Where nodes have too many neighbours for elimination, wide.py takes the place of steps 2 to 4. Rows over time are first made
+rows of moments, those that turn out to matter (over_time.py).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ read by all blocks are in the tables of all of them, as any other neighbour.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,6 +111,7 @@ class Elimination:
         dynamic: kinds whose costs change between runs; all of them if None.
         max_join: nodes stay when their join would have more entries than this.
         max_others: nodes stay while they have more neighbours than this.
+        out_of_time: asked between rounds of planning; nodes that are not planned by then stay.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Elimination:
         dynamic: Collection[object] | None = None,
         max_join: int = MAX_JOIN,
         max_others: int | None = None,
+        out_of_time: Callable[[], bool] = lambda: False,
     ) -> None:
         self._offsets: list[int] = []
         self._is_dynamic: list[bool] = []
@@ -146,7 +148,7 @@ class Elimination:
             self._others[a].add(b)
             self._others[b].add(a)
         self._known: dict[tuple[object, ...], int] = {}
-        self._order(set(keep), math.log2(max_join), max_others)
+        self._order(set(keep), math.log2(max_join), max_others, out_of_time)
         self.core = sorted(self._factors)
         self.core_factors = sorted(
             {factor: count for node in self.core for factor, count in self._factors[node].items()}.items(),
@@ -172,7 +174,7 @@ class Elimination:
     def _join_size(self, node: int) -> float:
         return math.log2(self.sizes[node]) + sum(math.log2(self.sizes[other]) for other in self._others[node])
 
-    def _order(self, keep: set[int], limit: float, max_others: int | None) -> None:
+    def _order(self, keep: set[int], limit: float, max_others: int | None, out_of_time: Callable[[], bool]) -> None:
         """Rounds: of the nodes with about the smallest joins, as many as are no neighbours of each other."""
         buckets: dict[int, set[int]] = {}
         place: dict[int, int] = {}
@@ -193,7 +195,7 @@ class Elimination:
         for node in self._factors:
             if node not in keep:
                 rank(node)
-        while True:
+        while not out_of_time():
             lowest = min((bucket for bucket, nodes in buckets.items() if nodes), default=None)
             if lowest is None:
                 return

@@ -19,6 +19,28 @@ MAX_PASSES = 200
 """Scans over all moves in one repair or one descent."""
 
 
+def wall_of(network: Network) -> float:
+    """More than all allowed costs together can differ."""
+    arrays = (*network.edges.values(), *network.costs.values())
+    spreads = {id(array): spread(array) for array in {id(array): array for array in arrays}.values()}
+    return 1.0 + sum(spreads[id(array)] for array in arrays)
+
+
+def walled_edges(network: Network, wall: float) -> dict[int, dict[int, Array]]:
+    """Per node and neighbour ``[strategies of the neighbour, of the node]``, the wall where a pair is forbidden."""
+    walled: dict[int, Array] = {}
+
+    def finite(edge: Array) -> Array:
+        if id(edge) not in walled:
+            walled[id(edge)] = np.where(np.isinf(edge), wall, edge)
+        return walled[id(edge)]
+
+    return {
+        node: {other: finite(network.edge(other, node)) for other in sorted(network.neighbours[node])}
+        for node in sorted(network.costs)
+    }
+
+
 class LocalSearch:
     """Moves of single nodes on a network. A forbidden cost counts as ``wall``, more than all allowed ones together."""
 
@@ -32,19 +54,9 @@ class LocalSearch:
         self._starts = starts[:-1]
         self._sizes = np.array(sizes, dtype=np.intp)
         self._unary = np.concatenate([network.costs[node] for node in self.nodes])
-        self.wall = self._wall()
+        self.wall = wall_of(network)
         self._unary[np.isinf(self._unary)] = self.wall
-        walled: dict[int, Array] = {}
-
-        def finite(edge: Array) -> Array:
-            if id(edge) not in walled:
-                walled[id(edge)] = np.where(np.isinf(edge), self.wall, edge)
-            return walled[id(edge)]
-
-        self._others = {
-            node: {other: finite(network.edge(other, node)) for other in sorted(network.neighbours[node])}
-            for node in self.nodes
-        }
+        self._others = walled_edges(network, self.wall)
         self._row_positions, self._row_values = [], []
         self._uses: dict[int, list[tuple[int, Array]]] = {}
         for index, row in enumerate(network.rows):
@@ -54,11 +66,6 @@ class LocalSearch:
             for node, used in row.usage.items():
                 self._uses.setdefault(node, []).append((index, used))
         self.room = np.array([row.room for row in network.rows])
-
-    def _wall(self) -> float:
-        arrays = (*self.network.edges.values(), *self.network.costs.values())
-        spreads = {id(array): spread(array) for array in {id(array): array for array in arrays}.values()}
-        return 1.0 + sum(spreads[id(array)] for array in arrays)
 
     def load(self, choice: NDArray[np.intp]) -> None:
         """Start from a choice, by node of the problem."""

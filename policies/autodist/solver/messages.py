@@ -152,6 +152,20 @@ class Messages:
         found[self.nodes] = np.where(self.open, self.own, np.inf).argmin(axis=1)
         return found
 
+    def rounded(self) -> NDArray[np.intp]:
+        """After `backward`: a choice, by node of the problem, made colour by colour: each node at its best for those before."""
+        own, chosen = np.where(self.open, self.own, np.inf), np.zeros(len(self.nodes), dtype=np.intp)
+        for colour in range(self.num_colours):
+            members = np.flatnonzero(self.order == colour)
+            chosen[members] = own[members].argmin(axis=1)
+            for second in range(colour + 1, self.num_colours):
+                for group in self.groups.get((colour, second), ()):
+                    told = group.table[np.arange(len(group.a)), chosen[group.a]] - group.to_b
+                    np.add.at(own[:, : group.to_b.shape[1]], group.b, np.where(group.open_b, told, 0.0))
+        found = np.zeros(len(self.network.strategies), dtype=np.intp)
+        found[self.nodes] = chosen
+        return found
+
     def excess(self) -> Array:
         """After a forward pass: how much more than the bound any choice costs that has this strategy, ``[nodes, width]``."""
         rest = np.where(self.open, self._rest[0][:, None] * self.own, np.inf)

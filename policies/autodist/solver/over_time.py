@@ -2,7 +2,8 @@
 
 A bound with some of the moments is a bound with all of them, and a choice that is best with some of them and respects all is
 best. Every round solves the network with the moments found so far; of those that its choice exceeds, the worst of every stretch
-of time is added.
+of time is added; the choice itself is brought within the limit by moves (moves.py). Networks that are too large for so many
+rounds begin with prices of all moments at once (priced.py).
 """
 
 from __future__ import annotations
@@ -15,12 +16,18 @@ from numpy.typing import NDArray
 
 from shardwright.policies.autodist.solver.followers import merge_followers
 from shardwright.policies.autodist.solver.moments import Moments, WorkRow
+from shardwright.policies.autodist.solver.moves import Moves
 from shardwright.policies.autodist.solver.network import Network, tighten
+from shardwright.policies.autodist.solver.priced import search_priced
 from shardwright.policies.autodist.solver.problem import Array, Infeasible, Problem, Row
 from shardwright.policies.autodist.solver.progress import Progress
+from shardwright.policies.autodist.solver.reduce import num_pairs
 
 MAX_AT_ONCE = 100
 """Moments up to which all are made rows at once."""
+
+MAX_PAIRS = 1_000_000
+"""Pairs of strategies up to which moments are added one after another; above, all are priced at once (priced.py)."""
 
 NUM_STRETCHES = 40
 """Stretches of time of which the worst moment is added in each round."""
@@ -49,6 +56,8 @@ def search_over_time(network: Network, problem: Problem, progress: Progress, sea
         search: searches a network whose rows are all at one moment.
     """
     moments = network.moments
+    if num_pairs(network) > MAX_PAIRS and not network.rows and len(moments) > MAX_AT_ONCE:
+        search_priced(network, progress, progress.left_s)
     chosen = set(range(len(moments))) if len(moments) <= MAX_AT_ONCE else set()
     start = progress.choice
     while not progress.done:
@@ -67,15 +76,17 @@ def search_over_time(network: Network, problem: Problem, progress: Progress, sea
         if inner.choice is None:
             if whole:
                 return
-            chosen |= _worst(moments, -moments.room, range(len(moments)))
-            continue
-        start = inner.choice
-        progress.offer(start)
-        over = over_limit(network, start)
-        exceeded = np.flatnonzero(over > 0)
-        if whole or not len(exceeded):
+            more = _worst(moments, -moments.room, sorted(set(range(len(moments))) - chosen))
+        else:
+            start = inner.choice
+            progress.offer(start)
+            over = over_limit(network, start)
+            more = _worst(moments, over, np.flatnonzero(over > 0)) - chosen
+            if more:
+                Moves(network).offer(network.condense(start), progress, np.zeros(len(moments)))
+        if not more:
             return
-        chosen |= _worst(moments, over, exceeded)
+        chosen |= more
 
 
 def over_limit(network: Network, choice: Sequence[int]) -> Array:

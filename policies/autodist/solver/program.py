@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,15 +47,20 @@ def solve_program(network: Network, *, integer: bool, time_limit_s: float) -> An
     Args:
         network: pairwise; the program has as many variables as its strategies and pairs.
         integer: whether x must be integer.
-        time_limit_s: for the library; building the program comes on top.
+        time_limit_s: for building the program and for the library.
     """
-    model, starts = _build(network, integer)
-    parameters = mathopt.SolveParameters(time_limit=datetime.timedelta(seconds=max(time_limit_s, 0.1)))
+    end_s = time.monotonic() + time_limit_s
+    message, starts = _build(network, integer)
+    model = mathopt.Model.from_model_proto(message)
+    left_s = end_s - time.monotonic()
+    if left_s <= 0:
+        return Answer(None, -math.inf, False, False)
+    parameters = mathopt.SolveParameters(time_limit=datetime.timedelta(seconds=left_s))
     if integer:
         parameters.relative_gap_tolerance = 0.0
         parameters.absolute_gap_tolerance = 0.0
     solver = mathopt.SolverType.HIGHS if integer else mathopt.SolverType.GLOP
-    result = mathopt.solve(mathopt.Model.from_model_proto(model), solver, params=parameters)
+    result = mathopt.solve(model, solver, params=parameters)
     reason = result.termination.reason
     infeasible = reason == mathopt.TerminationReason.INFEASIBLE
     bound = result.termination.objective_bounds.dual_bound + network.constant

@@ -52,10 +52,12 @@ class Relaxation:
     Args:
         network: with its rows.
         shared: whether equal nodes are computed once; not when they will be restricted one by one.
-        max_join: as of the elimination.
+        max_join: as of the elimination; ``out_of_time`` too.
     """
 
-    def __init__(self, network: Network, *, shared: bool, max_join: int) -> None:
+    def __init__(
+        self, network: Network, *, shared: bool, max_join: int, out_of_time: Callable[[], bool] = lambda: False
+    ) -> None:
         self.network = network
         self.num_choices = len(network.strategies)
         usages: dict[int, list[tuple[int, Array]]] = {node: [] for node in network.costs}
@@ -71,7 +73,9 @@ class Relaxation:
             self._examples.setdefault(kind, node)
         dynamic = {kinds[node] for node in network.costs if usages[node]} if shared else None
         sizes = {node: len(cost) for node, cost in network.costs.items()}
-        self.elimination = Elimination(kinds, sizes, network.edges, dynamic=dynamic, max_join=max_join)
+        self.elimination = Elimination(
+            kinds, sizes, network.edges, dynamic=dynamic, max_join=max_join, out_of_time=out_of_time
+        )
         self.room = np.array([row.room for row in network.rows])
         self._row_nodes = [np.fromiter(row.usage, dtype=np.intp) for row in network.rows]
         self._row_flat = [np.concatenate([*row.usage.values()]) for row in network.rows]

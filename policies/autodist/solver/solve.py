@@ -104,7 +104,7 @@ def _search_network(network: Network, problem: Problem, start: Sequence[int] | N
         if local.repair(progress):
             local.descend(progress)
             progress.offer(network.expand(dict(enumerate(local.choice.tolist()))))
-    relaxation = Relaxation(network, shared=True, max_join=MAX_JOIN)
+    relaxation = Relaxation(network, shared=True, max_join=MAX_JOIN, out_of_time=progress.is_over)
     if not relaxation.exact:
         search_wide(network, problem, progress)
         return

@@ -119,7 +119,7 @@ def _integer_program(reduced: Reduced, progress: Progress) -> None:
         return
     if answer.bound > -math.inf:
         # the library proves to a relative tolerance of about 1e-9
-        near = abs(progress.cost - answer.bound) <= 1e-9 * abs(progress.cost)
+        near = progress.choice is not None and abs(progress.cost - answer.bound) <= 1e-9 * abs(progress.cost)
         progress.raise_bound(progress.cost if near else min(progress.cost, answer.bound), "an integer program (HiGHS)")
 
 

@@ -1,0 +1,77 @@
+"""Limits over time on networks too large for one moment after another: a price for every moment, all at once.
+
+Passes of message passing (messages.py) alternate with steps of the moments' prices along the excess of the choice that the
+messages point at (a subgradient, with Polyak's step length). What a span costs is the sum of the prices of its moments, so a
+step takes time in the number of spans and moments, not of their product. Choices are read off the messages node by node and
+brought within the limits by moves (moves.py).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shardwright.policies.autodist.solver.messages import Messages
+from shardwright.policies.autodist.solver.moves import Moves
+from shardwright.policies.autodist.solver.network import Network
+from shardwright.policies.autodist.solver.problem import Array
+from shardwright.policies.autodist.solver.progress import Progress
+
+PROOF = "message passing and prices of moments"
+
+PATIENCE = 20
+"""Passes without a better bound after which the steps get shorter."""
+
+MIN_STEP = 1e-4
+"""The step length, relative to Polyak's, at which the prices are as good as they get."""
+
+FIRST_OFFER = 40
+"""Passes before the first choice is read off; then every twenty passes, later every eighth of all."""
+
+
+def search_priced(network: Network, progress: Progress, seconds: float) -> None:
+    """Raise the bound and offer choices until steps are short, the gap is closed or the seconds are over."""
+    messages, moves = Messages(network), Moves(network)
+    width = messages.own.shape[1]
+    row_of = {node: i * width for i, node in enumerate(messages.nodes)}
+    places = moves.spread(np.array([row_of[node] for node in moves.span_nodes], dtype=np.intp))
+    room = network.moments.room
+    prices, best_prices = np.zeros(len(room)), np.zeros(len(room))
+    best, step, since, next_offer = -np.inf, 0.1, 0, FIRST_OFFER
+    direction: Array | None = None
+    end_s = progress.left_s - seconds
+
+    def move_to(new: Array) -> None:
+        messages.price(places, moves.span_costs(new - prices))
+        prices[:] = new
+
+    count = 0
+    while step >= MIN_STEP and not progress.done and progress.left_s > end_s:
+        count += 1
+        messages.forward()
+        bound = messages.backward() - float(prices @ room)
+        since = 0 if bound > best + 1e-5 * abs(best) else since + 1
+        if bound > best:
+            best, best_prices = bound, prices.copy()
+            progress.raise_bound(bound + network.constant, PROOF)
+        if count >= next_offer:
+            next_offer = count + max(FIRST_OFFER // 2, count // 8)
+            moves.offer(messages.rounded(), progress, prices)
+        if since >= PATIENCE:
+            step, since, direction = step / 2, 0, None
+            move_to(best_prices)
+            continue
+        excess = moves.used(messages.choice()) - room
+        direction = excess if direction is None else 0.7 * direction + 0.3 * excess
+        useful = np.where((prices <= 0) & (direction < 0), 0.0, direction)
+        length = float(useful @ useful)
+        if length > 0:
+            target = progress.cost - network.constant if progress.choice is not None else bound + 0.1 * abs(bound)
+            distance = max(target - bound, 1e-4 * abs(bound))
+            move_to(np.maximum(0.0, prices + step * distance / length * useful))
+        if count % 100 == 0:
+            messages.refresh()
+    if not progress.done:
+        move_to(best_prices)
+        messages.forward()
+        messages.backward()
+        moves.offer(messages.rounded(), progress, prices)

@@ -1,15 +1,15 @@
 """What the cost model says of plans, against what they take: seconds of a step, and peak bytes of each rank.
 
-    python benchmarks/predict.py [--ranks 2] [--rounds 12] [--hardware FILE]
+    python benchmarks/predict.py [--ranks 2] [--rounds 12] [--hardware FILE] [--keep FOLDER]
 
 One GPT in float32 with Adam on CPU, gloo, one thread per rank, some twenty plans for the same work: copies, ZeRO, tensor
 parallelism, data parallelism inside a unit, pipelines with several schedules, numbers of microbatches and splits,
 recomputation. Every step trains on the same number of samples.
 
-Without ``--hardware`` the machine is calibrated first. All plans live in the same processes and take turns step by step, so
-that load from elsewhere meets all; the fastest round counts, as load only adds time. Memory is counted in a step of its
-own, storage by storage, and the samples count too. "Busy" leaves out waiting: what the processor spent on the busiest rank,
-which other jobs on the machine hardly change.
+Without ``--hardware`` the machine is calibrated first; ``--keep`` keeps its file and what was measured. All plans live in the
+same processes and take turns step by step, so that load from elsewhere meets all; the fastest round counts, as load only adds
+time. Memory is counted in a step of its own, storage by storage, and the samples count too. "Busy" leaves out waiting: what
+the processor spent on the busiest rank, which other jobs on the machine hardly change.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -226,6 +227,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, choices=(2, 4))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--hardware", help="a hardware file (default: calibrate)")
+    parser.add_argument("--keep", type=Path, help="a folder for machine.json and measured.json")
     parser.add_argument("--rank-in", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_in:
@@ -243,6 +245,10 @@ def main() -> None:
         command = [*torchrun, __file__, "--rank-in", folder, "--rounds", str(arguments.rounds)]
         subprocess.run(command, check=True, env=environment)
         report(arguments.ranks, costs, json.loads((Path(folder) / "measured.json").read_text()))
+        if arguments.keep:
+            arguments.keep.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, arguments.keep / "machine.json")
+            shutil.copy(f"{folder}/measured.json", arguments.keep)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,29 @@
-"""The commands about plans and what they cost: ``plan``, ``explain``, ``simulate``, ``diff``."""
+"""The commands about plans and what they cost: ``plan``, ``explain``, ``simulate``, ``profile``, ``diff``."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from rich.table import Table
 
+from shardwright.compiler.calibrate.profile import profile
 from shardwright.compiler.cli_request import add_model, add_model_target, add_ranks, make_console, read_dtype, read_plan_request
 from shardwright.compiler.cli_targets import load_model
 from shardwright.compiler.compile import annotate, compile_graph, pass_manager
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.hardware import Hardware, load_hardware
+from shardwright.compiler.cost.operator_file import dumps_times, load_times, times_file
 from shardwright.compiler.module_source import in_dtype
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.named import split_dim_names
+from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.report.diff import diff, show_diff
 from shardwright.compiler.report.page import Section, page
 from shardwright.compiler.report.pictures import amount
@@ -199,11 +205,47 @@ def _simulate(options: argparse.Namespace) -> int:
     with in_dtype(module, read_dtype(options.dtype)):
         graph = trace(module, dummy_args, dynamic_dims=config.dim_symbols())
     compiled = compile_graph(graph, policy.apply, config, policy_name=policy.name)
-    cost = audit(compiled.program, config, hardware, num_microbatches=options.microbatches)
+    times = load_times(options.hardware)
+    cost = audit(compiled.program, config, hardware, times=times, num_microbatches=options.microbatches)
     if options.html is not None:
         text = page(graph.name, compiled.plan, cost, hardware, num_units=config.num_units)
         write_file(options.html, text.encode())
     print(cost.dumps() if options.json else cost)
+    return 0
+
+
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--hardware", required=True, metavar="FILE", help="the hardware file of this machine")
+    parser.add_argument("--dtype", help="as if the module had been cast to this dtype: bfloat16, ...")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what to measure (default: %(default)s)")
+    parser.add_argument("--again", action="store_true", help="measure calls that were measured before, too")
+
+
+def _profile(options: argparse.Namespace) -> int:
+    file = times_file(options.hardware)
+    if file is None:
+        raise ConfigError(
+            f"--hardware {options.hardware} is no hardware file",
+            why="times are kept beside the file of the machine they were measured on",
+            hint="shardwright calibrate --out laptop.json writes one",
+        )
+    source, dummy_args = load_model(options.target, options.args)
+    policy, config = read_plan_request(options)
+    load_hardware(options.hardware, config.runtime_ngpus)  # refused before anything is measured
+    module = source.make()
+    with in_dtype(module, read_dtype(options.dtype)):
+        graph = trace(module, dummy_args, dynamic_dims=config.dim_symbols())
+    program = compile_graph(graph, policy.apply, config, policy_name=policy.name).program
+    known = None if options.again else load_times(options.hardware)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as under torchrun
+    programs = program.programs if isinstance(program, PipelineProgram) else (program,)
+    found = profile(programs, torch.device(options.device), known=known)
+    before = len(known.entries) if known is not None else 0
+    write_file(file, dumps_times(found.times).encode())
+    print(f"{len(found.times.entries) - before} calls measured, {before} known before; file: {file}")
+    for name, reason in found.failed.items():
+        print(f"not measured: {name} ({reason}); its time stays an estimate", file=sys.stderr)
     return 0
 
 
@@ -260,6 +302,16 @@ another way, another mesh. Every figure is that of the best plan under the chang
 
 Nothing is written or run: the program that a compile would emit is priced on the machine described. Memory is that of training
 with Adam.""",
+    ),
+    "profile": (
+        _add_profile,
+        _profile,
+        """Measure the operators of a plan on this machine, one rank's calls, each different one once.
+
+    shardwright profile my_models:make_llama --policy tp --plan-ngpus 8 --hardware laptop.json
+
+Writes laptop.operators.json: seconds by operator, local shapes, dtypes and attributes. simulate --hardware laptop.json uses
+them in the place of estimates. Calls measured before are kept; --again measures them anew.""",
     ),
     "diff": (
         _add_diff,

@@ -10,6 +10,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,22 @@ from typing import Any
 import torch
 
 from shardwright.compiler.calibrate.effort import Effort, effort_for
-from shardwright.compiler.calibrate.fit import Points, fit_launches, fit_link, fit_products, fit_streams
+from shardwright.compiler.calibrate.fit import (
+    Points,
+    fit_fetches,
+    fit_host,
+    fit_launches,
+    fit_link,
+    fit_products,
+    fit_rates,
+    fit_streams,
+)
 from shardwright.compiler.calibrate.links import Groups, measure_links
 from shardwright.compiler.calibrate.operators import measure_launches, measure_products, measure_streams
 from shardwright.compiler.calibrate.ranks import in_job, measure_in_job, measure_in_processes
+from shardwright.compiler.calibrate.reference import attention_s, measure_fetches, measure_host, measure_references
 from shardwright.compiler.cost.hardware import COLLECTIVES, Device, Hardware, Tier
+from shardwright.compiler.cost.operators import ATTENTION
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.world import World
 
@@ -71,8 +83,18 @@ def measure(world: World, effort: Effort) -> dict[str, Any]:
         "products": measure_products(world, effort),
         "streams": measure_streams(world, effort),
         "launches": measure_launches(world, effort),
+        **(_measure_program(world, effort) if world.device.type == "cpu" else {}),
         "links": measure_links(world, tiers, effort),
         "seconds": time.perf_counter() - start,
+    }
+
+
+def _measure_program(world: World, effort: Effort) -> dict[str, Any]:
+    """What counts where a device waits for its host, and has nothing to do meanwhile."""
+    return {
+        "host": measure_host(world, effort),
+        "fetches": measure_fetches(world, effort),
+        "references": measure_references(world, effort),
     }
 
 
@@ -83,6 +105,10 @@ def describe(measured: dict[str, Any]) -> Hardware:
     residuals = {f"products.{dtype}": error for dtype, error in errors.items()}
     bytes_per_s, streams, residuals["streams"] = fit_streams(measured["streams"])
     launch_s, residuals["launches"] = fit_launches(measured["launches"])
+    device = Device(facts["name"], facts["memory_bytes"], peaks, bytes_per_s, launch_s, tables, streams)
+    if "host" in measured:
+        device, errors = _describe_program(device, measured)
+        residuals |= errors
     tiers = []
     for name, sizes in measured["sizes"].items():
         tier, errors = _describe_tier(name, tuple(sizes), [p for p in measured["links"] if p["tier"] == name], bytes_per_s)
@@ -91,12 +117,26 @@ def describe(measured: dict[str, Any]) -> Hardware:
     how = f"measured by shardwright calibrate, {date.today()}, torch {torch.__version__}, {facts['ranks']}"
     return Hardware(
         name=facts["host"],
-        device=Device(facts["name"], facts["memory_bytes"], peaks, bytes_per_s, launch_s, tables, streams),
+        device=device,
         tiers=tuple(tiers),
         residuals=residuals,
         sources={"device": how, "tiers": how},
-        measurements={key: measured[key] for key in ("products", "streams", "launches", "links", "seconds")},
+        measurements={key: value for key, value in measured.items() if key not in ("device", "sizes")},
     )
+
+
+def _describe_program(device: Device, measured: dict[str, Any]) -> tuple[Device, dict[str, float]]:
+    fetch_bytes_per_s, error = fit_fetches(measured["fetches"])
+    attention = next(point for point in measured["references"] if point["operator"] == ATTENTION)
+    alone = attention_s(device)
+    found = replace(
+        device,
+        host_s=fit_host(measured["host"], device.launch_s),
+        fetch_bytes_per_s=fetch_bytes_per_s,
+        rates=fit_rates(point for point in measured["references"] if point["operator"] != ATTENTION),
+        attention_efficiency=(alone.forward_s / attention["forward_s"], alone.backward_s / attention["backward_s"]),
+    )
+    return found, {"fetches": error}
 
 
 def _describe_tier(name: str, sizes: tuple[int, ...], points: Points, copy_bytes_per_s: float) -> tuple[Tier, dict[str, float]]:

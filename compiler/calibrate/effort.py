@@ -11,9 +11,10 @@ import torch
 class Effort:
     """What is measured, and for how long.
 
-    ``product_sizes`` is the grid for m, n and k; its upper end is cut for dtypes in which one product of that size takes longer
-    than ``longest_product_s``. ``stream_bytes`` are sizes of tensors that are copied or added, ``message_bytes`` those of
-    collectives. ``point_s`` is about the time spent on one point, of which there are hundreds, ``sample_s`` that of a sample.
+    ``product_sizes`` is the grid for m, n and k; its upper end is cut for dtypes in which one product of that size takes
+    longer than ``longest_product_s``. ``stream_bytes`` are sizes of tensors that are copied or added, ``message_bytes``
+    those of collectives; on a CPU each comes after ``work_s`` of work, as in a step. ``point_s`` is about the time spent on
+    one point, of which there are hundreds, ``sample_s`` that of a sample.
     """
 
     product_sizes: tuple[int, ...]
@@ -22,6 +23,7 @@ class Effort:
     message_bytes: tuple[int, ...]
     point_s: float
     sample_s: float = 2e-4
+    work_s: float = 0.0
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -31,6 +33,7 @@ _CPU = Effort(
     stream_bytes=tuple(2**power for power in (12, 16, 18, 20, 22, 24, 26)),
     message_bytes=tuple(2**power for power in (8, 12, 14, 16, 18, 20, 22, 24)),
     point_s=0.03,
+    work_s=2e-3,
 )
 _CUDA = Effort(
     product_sizes=(16, 32, 64, 256, 1024, 4096, 16384),

@@ -60,6 +60,32 @@ def fit_launches(points: Points) -> tuple[float, float]:
     return seconds, mean_error((point["seconds"], seconds) for point in points)
 
 
+def fit_host(host: Mapping[str, float], launch_s: float) -> tuple[float, float]:
+    """What a program adds to the least time of an operator, forward and backward."""
+    return max(0.0, host["forward_s"] - launch_s), max(0.0, host["backward_s"] - launch_s)
+
+
+def fit_fetches(points: Points) -> tuple[float | None, float]:
+    """``(bytes/s, error)`` of fetching what a product needs from memory; ``None`` if its arithmetic hides that."""
+    more_s = sum(point["seconds"] - point["cached_s"] for point in points)
+    if more_s <= HIDDEN * sum(point["cached_s"] for point in points):
+        return None, 0.0
+    rate = sum(point["bytes"] for point in points) / more_s
+    return rate, mean_error((point["seconds"], point["cached_s"] + point["bytes"] / rate) for point in points)
+
+
+HIDDEN = 0.01
+"""A product that takes no longer than this share more hides what it fetches."""
+
+
+def fit_rates(points: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Bytes/s of each operator, forward and backward."""
+    return {
+        point["operator"]: (point["forward_bytes"] / point["forward_s"], point["backward_bytes"] / point["backward_s"])
+        for point in points
+    }
+
+
 def fit_link(points: Points) -> tuple[Link, float]:
     """The link on which the model of collectives comes closest to the points, and its mean relative error.
 

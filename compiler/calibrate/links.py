@@ -1,10 +1,14 @@
 """Measuring what connects devices: every collective of the runtime, by size, over groups of each tier.
 
 All groups of a tier communicate at once, as the groups along a mesh axis do. A point is the time of the slowest rank.
+
+On a CPU ranks compute a while before each call, as they do in a step: then members do not come at the same moment, threads that
+send and receive have gone to sleep, and caches hold other things. What the work takes without calls is subtracted.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +27,12 @@ NUM_BATCHES = 7
 MOST_CALLS = 50
 """In one batch."""
 
+LEAST_CALLS_AFTER_WORK = 5
+BATCHES_AFTER_WORK = 13
+
+WORK_SIZE = 192
+"""Of the square matrices whose products are the work between calls."""
+
 Groups = tuple[tuple[int, ...], ...]
 
 
@@ -32,13 +42,14 @@ def measure_links(world: World, tiers: Sequence[tuple[str, Sequence[Groups]]], e
     ``bytes`` counts as in :func:`shardwright.compiler.cost.collectives.collective_s`.
     """
     points = []
+    work = Work(world, effort.work_s)
     for name, lists in tiers:
         for groups in lists:
             communicator = world.partition(groups, name)
             for kind in COLLECTIVES:
                 for num_bytes in effort.message_bytes:
                     call, messages = _call(kind, communicator, num_bytes, world.device)
-                    seconds = _slowest(world, call, effort.point_s) / messages
+                    seconds = slowest(world, call, effort.point_s, work) / messages
                     point = {"tier": name, "kind": kind, "ranks": len(groups[0]), "bytes": num_bytes, "seconds": seconds}
                     points.append(point)
     return points
@@ -77,20 +88,61 @@ def _there_and_back(communicator: Communicator, x: Tensor) -> None:
             communicator.receive(x.shape, x.dtype, partner, device=x.device)
 
 
-def _slowest(world: World, call: Callable[[int], object], budget_s: float) -> float:
-    """Seconds of one call on the slowest rank, in the fastest of some batches of calls. All ranks make the same calls."""
-    warm_up_s = max(world.all_gather_object(_batch(world, call, WARM_UP_CALLS)))
+class Work:
+    """Products that take about ``seconds`` together, the same number on all ranks."""
+
+    def __init__(self, world: World, seconds: float) -> None:
+        self.x = torch.randn(WORK_SIZE, WORK_SIZE, device=world.device) if seconds else None
+        self.num_products = 0
+        if seconds:
+            self.num_products = 1
+            once_s = min(_batch(world, lambda index: None, 3, self) for _ in range(3))
+            self.num_products = max(1, round(seconds / max(world.all_gather_object(once_s))))
+
+    def __call__(self) -> None:
+        for _ in range(self.num_products):
+            torch.mm(self.x, self.x)  # type: ignore[arg-type]
+
+
+def slowest(world: World, call: Callable[[int], object], budget_s: float, work: Work) -> float:
+    """Seconds of one call on the slowest rank. All ranks make the same calls.
+
+    Of batches of calls in a row the fastest counts. After work it is the median: how long threads take to wake up differs from
+    call to call, and a step has its share of all kinds.
+    """
+    warm_up_s = max(world.all_gather_object(_batch(world, call, WARM_UP_CALLS, work)))
     calls = min(max(round(budget_s / NUM_BATCHES / max(warm_up_s, 1e-9)), 1), MOST_CALLS)
-    batches = [_batch(world, call, calls) for _ in range(NUM_BATCHES)]
-    return float(min(map(max, zip(*world.all_gather_object(batches), strict=True))))
+    if not work.num_products:
+        return min(_slowest_batches(world, [_batch(world, call, calls, work) for _ in range(NUM_BATCHES)]))
+    calls = max(calls, LEAST_CALLS_AFTER_WORK)
+    both, alone = [], []
+    for _ in range(BATCHES_AFTER_WORK):  # in turns, so that load from elsewhere meets both
+        both.append(_batch(world, call, calls, work))
+        alone.append(_batch(world, nothing, calls, work))
+    with_calls_s, alone_s = (statistics.median(_slowest_batches(world, batches)) for batches in (both, alone))
+    return max(with_calls_s - alone_s, LEAST_CALL_S)
 
 
-def _batch(world: World, call: Callable[[int], object], calls: int) -> float:
-    """Seconds per call of several in a row, on this rank."""
+LEAST_CALL_S = 1e-6
+"""What a call takes at least, where load from elsewhere hides it."""
+
+
+def nothing(index: int) -> None:
+    """The call of a batch that is work alone."""
+
+
+def _slowest_batches(world: World, batches: Sequence[float]) -> list[float]:
+    """Each batch as its slowest rank had it."""
+    return list(map(max, zip(*world.all_gather_object(batches), strict=True)))
+
+
+def _batch(world: World, call: Callable[[int], object], calls: int, work: Work) -> float:
+    """Seconds per call of several in a row, on this rank, with the work between them."""
     world.barrier()
     synchronize(world.device)
     start = time.perf_counter()
     for index in range(calls):
+        work()
         call(index)
     synchronize(world.device)
     return (time.perf_counter() - start) / calls

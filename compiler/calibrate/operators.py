@@ -36,7 +36,7 @@ def measure_products(world: World, effort: Effort) -> list[Point]:
         for m, n, k, check in grid + [(m, n, k, True) for m, n, k in _points_between(sizes)]:
             a = torch.randn(m, k, device=world.device).to(dtype)
             b = torch.randn(n, k, device=world.device).to(dtype)
-            seconds = _of_all(world, partial(functional.linear, a, b), effort)
+            seconds = of_all(world, partial(functional.linear, a, b), effort)
             points.append({"dtype": _name(dtype), "m": m, "n": n, "k": k, "check": check, "seconds": seconds})
     return points
 
@@ -52,7 +52,7 @@ def measure_streams(world: World, effort: Effort) -> list[Point]:
             "add": (3, partial(torch.add, x, y)),
         }
         for name, (passes, call) in streams.items():
-            seconds = _of_all(world, call, effort, 3)
+            seconds = of_all(world, call, effort, 3)
             points.append({"stream": name, "size": size, "bytes": passes * size, "seconds": seconds})
     return points
 
@@ -66,10 +66,10 @@ def measure_launches(world: World, effort: Effort) -> list[Point]:
         "sum": lambda: x.sum(),
         "linear": lambda: functional.linear(x, x),
     }
-    return [{"operator": name, "seconds": _of_all(world, call, effort, 5)} for name, call in calls.items()]
+    return [{"operator": name, "seconds": of_all(world, call, effort, 5)} for name, call in calls.items()]
 
 
-def _of_all(world: World, call: Callable[[], object], effort: Effort, points: int = 1) -> float:
+def of_all(world: World, call: Callable[[], object], effort: Effort, points: int = 1) -> float:
     """Seconds of one call, the median over all ranks, which measure at the same time; takes the time of ``points`` points."""
     world.barrier()
     mine = seconds_per_call(call, world.device, points * effort.point_s, effort.sample_s)
@@ -79,7 +79,7 @@ def _of_all(world: World, call: Callable[[], object], effort: Effort, points: in
 def _feasible_sizes(world: World, dtype: torch.dtype, effort: Effort) -> tuple[int, ...]:
     """The sizes whose largest product is quick enough, judged by a small one; at least two, the same on all ranks."""
     a = torch.randn(PROBE_SIZE, PROBE_SIZE, device=world.device).to(dtype)
-    probe_s = _of_all(world, lambda: functional.linear(a, a), effort)
+    probe_s = of_all(world, lambda: functional.linear(a, a), effort)
     feasible = [size for size in effort.product_sizes if probe_s * (size / PROBE_SIZE) ** 3 <= effort.longest_product_s]
     return effort.product_sizes[: max(len(feasible), 2)]
 

@@ -92,7 +92,7 @@ def _audit(
     comm_s = {name: num_microbatches * seconds for name, seconds in body.comm_s.items()}
     inside_s = sum(comm_s.values())
     comm_s |= {reduction.name: reduction.total_s} if reduction.total_s else {}
-    compute_s = num_microbatches * body.compute_s + reduction.optimizer_s
+    compute_s = num_microbatches * body.compute_s + reduction.accumulation_s + reduction.optimizer_s
     idle_s = max(0.0, step_s - compute_s - inside_s)
     memory_of = program_memory(program, config, optimizer, num_microbatches=num_microbatches)
     ranks = range(config.plan_ngpus)
@@ -119,9 +119,10 @@ def _timeline(
             continue
         if config.use_async_reducer and index == num_microbatches - 1:
             parts += [Activity(0, name, *span) for name, *span in overlapped(program, body, reduction, end)]
-            end = max(activity.end_s for activity in parts)
+            end = max(activity.end_s for activity in parts) + reduction.accumulation_s / num_microbatches
         else:
             start, end = end, end + body.backward_s
+            end += reduction.accumulation_s / num_microbatches
             parts.append(Activity(0, "backward", start, end))
     if config.inference_only:
         return tuple(parts), end

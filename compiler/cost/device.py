@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardwright.compiler.cost.efficiency import BandwidthTable, EfficiencyTable
@@ -40,6 +40,9 @@ class Tiling:
 LEAST_SUMMED = 256
 """A unit sums over at least so many elements of k."""
 
+Both = tuple[float, float]
+"""Of a forward, and of its backward."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -49,6 +52,12 @@ class Device:
     fraction (of what ``tiles`` leave, if given), or a table by dtype name. ``bytes_per_s`` is the memory bandwidth that large
     streaming operators reach (read and written bytes together), ``streams`` that by size, as small tensors stay in caches;
     ``launch_s`` the least time of one operator.
+
+    What only a device without a queue of launches has, as a CPU: ``host_s`` is what Python and autograd add to one operator in
+    a program (a queue hides it behind the work before). ``fetch_bytes_per_s`` is the rate at which products
+    fetch tensors that no cache has, on top of their arithmetic; ``None`` where the two run beside each other. ``rates`` are the
+    most bytes per second that single operators get through, by what the model counts of them, and ``attention_efficiency`` is
+    the part of the rate of its products that attention reaches.
     """
 
     name: str
@@ -59,6 +68,10 @@ class Device:
     matmul_efficiency: float | Mapping[str, EfficiencyTable] = 1.0
     streams: BandwidthTable | None = None
     tiles: Tiling | None = None
+    host_s: Both = (0.0, 0.0)
+    fetch_bytes_per_s: float | None = None
+    rates: Mapping[str, Both] = field(default_factory=dict)
+    attention_efficiency: Both = (1.0, 1.0)
 
     def matmul_s(self, m: float, n: float, k: float, dtype: str, batch: float = 1) -> float:
         """Seconds of ``batch`` products ``[m, k] x [k, n]``, arithmetic only. In a table a batch counts like more rows.
@@ -83,6 +96,15 @@ class Device:
     def memory_s(self, num_bytes: float) -> float:
         """Seconds of one operator that reads and writes ``num_bytes`` in all."""
         return num_bytes / (self.bytes_per_s if self.streams is None else self.streams.at(num_bytes)) if num_bytes else 0.0
+
+    def fetch_s(self, num_bytes: float) -> float:
+        """Seconds that a product of ``num_bytes``, all operands and results, takes beyond its arithmetic."""
+        return num_bytes / self.fetch_bytes_per_s if self.fetch_bytes_per_s else 0.0
+
+    def pass_s(self, target: str, num_bytes: float, direction: int) -> float:
+        """:meth:`memory_s` of one operator by name, if that is not slower itself; ``direction``: 0 forward, 1 backward."""
+        seconds = self.memory_s(num_bytes)
+        return max(seconds, num_bytes / self.rates[target][direction]) if target in self.rates else seconds
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """The dense peak of ``dtype``.
@@ -119,6 +141,10 @@ def read_device(fields: Fields) -> Device:
         matmul_efficiency=_read_efficiency(fields),
         streams=_read_streams(fields),
         tiles=_read_tiles(fields),
+        host_s=_read_both(fields, "host_s", (0.0, 0.0)),
+        fetch_bytes_per_s=fields.optional_number("fetch_bytes_per_s"),
+        rates=_read_rates(fields),
+        attention_efficiency=_read_both(fields, "attention_efficiency", (1.0, 1.0)),
     )
     fields.finish()
     return device
@@ -172,10 +198,21 @@ def _read_tiles(fields: Fields) -> Tiling | None:
     return tiling
 
 
-def _read_shape(fields: Fields) -> tuple[int, int, float]:
-    shape = fields.count("rows"), fields.count("columns"), fields.number("fraction")
-    fields.finish()
-    return shape
+def _read_rates(fields: Fields) -> Mapping[str, Both]:
+    if not fields.has("rates"):
+        return {}
+    rates = fields.child("rates")
+    return {name: _read_both(rates, name) for name in rates.names()}
+
+
+def _read_both(fields: Fields, key: str, default: Both | None = None) -> Both:
+    """A list of two numbers: forward and backward."""
+    if default is not None and not fields.has(key):
+        return default
+    numbers = fields.number_list(key)
+    if len(numbers) != 2:
+        raise fields.error(key, "has two numbers, of the forward and of the backward")
+    return numbers[0], numbers[1]
 
 
 def _check_ascending(fields: Fields, key: str) -> None:
@@ -200,6 +237,10 @@ def device_json(device: Device) -> dict[str, Any]:
         ),
         **({"streams": _streams_json(device.streams)} if device.streams else {}),
         **({"tiles": _tiles_json(device.tiles)} if device.tiles else {}),
+        **({"host_s": list(device.host_s)} if any(device.host_s) else {}),
+        **({"fetch_bytes_per_s": device.fetch_bytes_per_s} if device.fetch_bytes_per_s else {}),
+        **({"rates": {name: list(both) for name, both in device.rates.items()}} if device.rates else {}),
+        **({"attention_efficiency": list(device.attention_efficiency)} if device.attention_efficiency != (1.0, 1.0) else {}),
     }
 
 

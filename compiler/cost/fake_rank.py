@@ -6,7 +6,7 @@ What autograd keeps of a call, which results are views, and how much memory it t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -31,12 +31,20 @@ from shardwright.runtime.ops.random import RngMode, RngState
 
 class FakeRank:
     """The rank at ``coords`` of a mesh (default: index 0 of every axis). ``rng``: how it draws random numbers. With ``zeros``
-    its tensors are real, and zero: for the few functions that look at numbers.
+    its tensors are real, and zero: for the few functions that look at numbers. ``device``: where its operators make tensors.
 
     Dynamic sizes are :data:`communication.DYNAMIC_SIZE`. Tensors are on the CPU: torch chooses the kernels of that device.
     """
 
-    def __init__(self, mesh: Mesh, coords: Coords | None = None, rng: RngMode = "fast", *, zeros: bool = False) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        coords: Coords | None = None,
+        rng: RngMode = "fast",
+        *,
+        zeros: bool = False,
+        device: str = "cpu",
+    ) -> None:
         coords = dict.fromkeys(mesh.names, 0) if coords is None else coords
         self.mesh, self.coords = mesh, coords
         self.mode = nullcontext() if zeros else FakeTensorMode(allow_non_fake_inputs=True)
@@ -47,7 +55,7 @@ class FakeRank:
             )
             for name, size in mesh.axes
         }
-        self._module = SimpleNamespace(training=True, device=torch.device("cpu"), rng=RngState(0, rng, mesh, coords))
+        self._module = SimpleNamespace(training=True, device=torch.device(device), rng=RngState(0, rng, mesh, coords))
 
     def tensor(
         self, shape: Sequence[int], dtype: torch.dtype, *, strides: Sequence[int] | None = None, requires_grad: bool = False
@@ -64,6 +72,11 @@ class FakeRank:
 
         Raises whatever torch raises for a call that needs the numbers, not just the shapes.
         """
+        with self.mode, _quiet():
+            return self.prepare(op, operands)()
+
+    def prepare(self, op: IROp, operands: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """What makes a local call, as often as it is called."""
         names: dict[str, str] = {}
         scope: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "self": self._module, **self.axes}
         for index, (value, tensor) in enumerate(zip(op.operands, operands, strict=True)):
@@ -73,10 +86,14 @@ class FakeRank:
             exec(statement, scope)
         for argument in (leaf for _, arg in op.args for leaf in leaves(arg)):
             scope.update(_sizes(argument))
-        source = call_source(op, lambda value: names[value.name], to_python)
-        cast = nullcontext() if op.autocast is None else torch.autocast("cpu", dtype=op.autocast)
-        with self.mode, cast, _quiet(), torch.set_grad_enabled(op.grad_enabled and torch.is_grad_enabled()):
-            return _tensors(eval(source, scope))
+        code = compile(call_source(op, lambda value: names[value.name], to_python), op.name, "eval")
+
+        def call() -> list[Tensor]:
+            cast = nullcontext() if op.autocast is None else torch.autocast(self._module.device.type, dtype=op.autocast)
+            with cast, torch.set_grad_enabled(op.grad_enabled and torch.is_grad_enabled()):
+                return _tensors(eval(code, scope))
+
+        return call
 
     def adapt(self, step: AdapterStep, x: Tensor) -> Tensor:
         """The result of an adapter step."""

@@ -1,6 +1,8 @@
 """How long an operator takes on the rank that has the most to do, by a roofline over its local shapes.
 
-The time is that of the arithmetic or of the memory traffic, whichever is longer, and never less than one launch. What counts:
+The time is that of the arithmetic or of the memory traffic, whichever is longer, and never less than one launch. A device that
+waits for its host adds the host's time, and its products fetch what they need before they compute
+(:class:`~shardwright.compiler.cost.device.Device`). What counts:
 
 - **products** (linear layers, matrix products, einsum, convolutions, attention, recurrent layers): ``2 m n k`` operations at
   the rate the device reaches at that size. The backward is one product for each operand that needs a gradient; flash attention
@@ -184,8 +186,14 @@ def op_time(
     """
     call = local_call(op, assignment, mesh)
     known = times.of(call) if times is not None else None
-    found = known if known is not None else _roofline(call, hardware.device, _communicates(call, assignment, mesh))
-    return found + _messages(call, assignment, mesh, hardware, ranks)
+    found = known if known is not None else roofline(call, hardware.device, _communicates(call, assignment, mesh))
+    return found + _host(call, hardware.device) + _messages(call, assignment, mesh, hardware, ranks)
+
+
+def _host(call: LocalCall, device: Device) -> OpTime:
+    """What the program around a call adds to it."""
+    forward_s, backward_s = device.host_s
+    return OpTime(forward_s, backward_s if call.differentiated else 0.0)
 
 
 def optimizer_s(num_elements: float, element_bytes: float, state_bytes: float, hardware: Hardware) -> float:
@@ -202,7 +210,8 @@ UNFUSED = 2.5
 # ------------------------------------------------------------------------------------------------ the roofline
 
 
-def _roofline(call: LocalCall, device: Device, communicates: bool) -> OpTime:
+def roofline(call: LocalCall, device: Device, communicates: bool = False) -> OpTime:
+    """Seconds of a call by itself. ``communicates``: it is a parallel form that communicates inside."""
     target = call.op.target
     if target in VIEWS:
         return OpTime()
@@ -211,9 +220,18 @@ def _roofline(call: LocalCall, device: Device, communicates: bool) -> OpTime:
         return OpTime(0.0, _at_least(device.memory_s(_view_gradient_bytes(call, wanted)), device, bool(wanted)))
     forward_bytes, backward_bytes = _traffic(call, wanted, communicates)
     forward_flops_s, backward_flops_s = _arithmetic(call, wanted, device)
-    forward = max(forward_flops_s, device.memory_s(forward_bytes), device.launch_s)
-    backward = max(backward_flops_s, device.memory_s(backward_bytes))
+    if forward_flops_s:
+        forward_flops_s += device.fetch_s(forward_bytes)
+    if backward_flops_s:
+        backward_flops_s += device.fetch_s(backward_bytes)
+    forward = max(forward_flops_s, device.pass_s(target, forward_bytes, 0), device.launch_s)
+    backward = max(backward_flops_s, device.pass_s(target, backward_bytes, 1))
     return OpTime(forward, _at_least(backward, device, bool(wanted) and backward_bytes > 0))
+
+
+def call_bytes(call: LocalCall) -> tuple[float, float]:
+    """Bytes that a call by itself reads and writes, forward and backward."""
+    return _traffic(call, call.differentiated, communicates=False)
 
 
 def _at_least(seconds: float, device: Device, runs: bool) -> float:
@@ -292,8 +310,9 @@ def _arithmetic(call: LocalCall, wanted: Sequence[int], device: Device) -> tuple
     if dtype is None:
         return 0.0, 0.0
     if target == ATTENTION:
-        forward = sum(product.seconds(device, dtype) for product in _attention_products(call))
-        return forward, 2.5 * forward if wanted else 0.0
+        products_s = sum(product.seconds(device, dtype) for product in _attention_products(call))
+        forward, backward = device.attention_efficiency
+        return products_s / forward, 2.5 * products_s / backward if wanted else 0.0
     if target in RECURRENT:
         forward = sum(product.seconds(device, dtype) for product in _recurrent_products(call))
         return forward, 2 * forward if wanted else 0.0

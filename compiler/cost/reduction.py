@@ -19,11 +19,15 @@ from shardwright.runtime.layout import ZERO, Mesh
 
 UNITS, STAGES = "units", "stages"
 
+ADDITION_PASSES = 3
+"""Adding to a gradient reads it and what is added, and writes it."""
+
 
 @dataclass(frozen=True)
 class Reduction:
     """``seconds``: of the gradient of each trained parameter by value name, with the gathering of what ZeRO updated elsewhere.
-    ``num_bytes``, ``axes``: of its gradient, and what it is summed over.
+    ``num_bytes``, ``axes``: of its gradient, and what it is summed over. ``accumulation_s``: of adding up the gradients of all
+    microbatches, in place.
     """
 
     seconds: Mapping[str, float]
@@ -31,6 +35,7 @@ class Reduction:
     axes: Mapping[str, tuple[str, ...]]
     optimizer_s: float
     bucket_bytes: float
+    accumulation_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -89,7 +94,9 @@ class Reduction:
                 for collective in _collectives(config, num_microbatches)
             )  # fmt: skip
             step_s += update_s(declaration, mesh, config, hardware, optimizer)
-        return cls(seconds, sizes, axes, step_s, bucket_bytes)
+        more = 0 if config.use_zero == 2 else num_microbatches - 1
+        accumulation_s = more * hardware.device.memory_s(ADDITION_PASSES * sum(sizes.values()))
+        return cls(seconds, sizes, axes, step_s, bucket_bytes, accumulation_s)
 
 
 def update_s(

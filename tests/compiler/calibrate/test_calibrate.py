@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from shardwright.compiler.calibrate import calibrate as calibrate_module
-from shardwright.compiler.calibrate import command
+from shardwright.compiler.calibrate import command, links
 from shardwright.compiler.calibrate.calibrate import default_ranks, describe, measure
 from shardwright.compiler.calibrate.effort import Effort, effort_for
+from shardwright.compiler.calibrate.reference import REFERENCES
 from shardwright.compiler.calibrate.timing import seconds_per_call
 from shardwright.compiler.cli import main
 from shardwright.compiler.cost.collectives import collective_s
 from shardwright.compiler.cost.hardware import COLLECTIVES, Hardware, load_hardware
 from shardwright.runtime.threads import run_ranks
-from shardwright.runtime.world import current_world
+from shardwright.runtime.world import World, current_world
 
-TINY = Effort((2, 4), 1.0, (256, 1024), (256, 4096), 1e-4, 1e-5, (torch.float32, torch.float64))
+TINY = Effort((2, 4), 1.0, (256, 1024), (256, 4096), 1e-4, 1e-5, dtypes=(torch.float32, torch.float64))
 
 
 def measured(num_ranks: int) -> Hardware:
@@ -45,13 +48,35 @@ def test_everything_is_measured_and_described(num_ranks: int, monkeypatch: pytes
     assert device.memory_bytes == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks
     assert set(device.flops_per_s) == {"float32", "float64"} and device.streams is not None
     assert device.measured(3, 3, 3, "float32") and not device.measured(8, 3, 3, "float32")
-    expected = {"products.float32", "products.float64", "streams", "launches"}
+    expected = {"products.float32", "products.float64", "streams", "launches", "fetches"}
     if num_ranks > 1:
         expected |= {f"node.{kind}" for kind in COLLECTIVES} | {"node.all kinds"}
         assert all(collective_s(hardware, kind, 1e6, range(2)) > 0 for kind in COLLECTIVES)
         sizes = {point["ranks"] for point in hardware.measurements["links"]}
         assert sizes == ({2, 4} if num_ranks == 4 else {2})
     assert hardware.residuals.keys() == expected and all(error >= 0 for error in hardware.residuals.values())
+
+
+def test_a_cpu_waits_for_its_host() -> None:
+    device = measured(1).device
+    assert min(device.host_s) >= 0 and device.host_s[1] > 0
+    assert set(REFERENCES) | {"cross_entropy"} == device.rates.keys()
+    assert all(rate > 0 for both in device.rates.values() for rate in both)
+    assert min(device.attention_efficiency) > 0
+
+
+def test_collectives_are_timed_without_the_work_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of batches after work the median counts, less that of the work alone."""
+    spread = itertools.cycle([0.0, 1e-3, 5e-3])
+
+    def batch(world: World, call: Callable[[int], object], calls: int, work: links.Work) -> float:
+        return 0.5 if call is links.nothing else 0.502 + next(spread)
+
+    world = current_world()
+    work = links.Work(world, 1e-6)
+    monkeypatch.setattr(links, "_batch", batch)
+    assert links.slowest(world, lambda index: None, 1e-3, work) == pytest.approx(3e-3)
+    assert links.slowest(world, lambda index: None, 1e-3, links.Work(world, 0.0)) == pytest.approx(0.502)
 
 
 def test_nodes_of_a_job_become_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +89,7 @@ def test_nodes_of_a_job_become_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_large_products_of_slow_dtypes_are_left_out() -> None:
-    impatient = Effort((2, 4, 2**20), 1e-3, (256,), (256,), 1e-4, 1e-5, (torch.float32,))
+    impatient = Effort((2, 4, 2**20), 1e-3, (256,), (256,), 1e-4, 1e-5, dtypes=(torch.float32,))
     table = describe(measure(current_world(), impatient)).device.matmul_efficiency
     assert table["float32"].m == (2, 4)
 

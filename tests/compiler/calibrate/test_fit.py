@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.compiler.calibrate.fit import fit_launches, fit_link, fit_products, fit_streams, mean_error
+from shardwright.compiler.calibrate.fit import (
+    fit_fetches,
+    fit_host,
+    fit_launches,
+    fit_link,
+    fit_products,
+    fit_rates,
+    fit_streams,
+    mean_error,
+)
 from shardwright.compiler.cost.collectives import collective_s
 from shardwright.compiler.cost.hardware import COLLECTIVES, Device, Hardware, Tier
 
@@ -102,6 +111,22 @@ def test_streams_keep_their_size() -> None:
 def test_launches_take_the_median() -> None:
     seconds, error = fit_launches([{"seconds": s} for s in (1e-6, 2e-6, 4e-6)])
     assert (seconds, error) == (2e-6, pytest.approx(2 ** (2 / 3) - 1))
+
+
+def test_a_host_adds_what_is_beyond_a_launch() -> None:
+    assert fit_host({"forward_s": 5e-6, "backward_s": 8e-6}, 2e-6) == pytest.approx((3e-6, 6e-6))
+    assert fit_host({"forward_s": 1e-6, "backward_s": 8e-6}, 2e-6) == (0.0, pytest.approx(6e-6))
+
+
+def test_fetching_takes_what_cached_operands_save() -> None:
+    points = [{"bytes": n, "cached_s": 1e-3, "seconds": 1e-3 + n / 1e10} for n in (10**6, 4 * 10**6)]
+    assert fit_fetches(points) == (pytest.approx(1e10), pytest.approx(0.0))
+    assert fit_fetches([{"bytes": 10**6, "cached_s": 1e-3, "seconds": 1.005e-3}]) == (None, 0.0)
+
+
+def test_rates_are_bytes_by_seconds() -> None:
+    point = {"operator": "gelu", "forward_bytes": 80, "forward_s": 2.0, "backward_bytes": 120, "backward_s": 4.0}
+    assert fit_rates([point]) == {"gelu": (40.0, 30.0)}
 
 
 def test_too_much_and_too_little_are_errors_alike() -> None:

@@ -80,7 +80,16 @@ def test_everything_a_file_can_say_is_read_back(tmp_path: Path) -> None:
     hardware = Hardware(
         name="own",
         device=Device(
-            "d", 10**9, {"float32": 1e12}, 1e11, 0.0, {"float32": EfficiencyTable((1, 8), (4,), (2, 3), (0.1, 0.2, 0.3, 0.4))}
+            "d",
+            10**9,
+            {"float32": 1e12},
+            1e11,
+            0.0,
+            {"float32": EfficiencyTable((1, 8), (4,), (2, 3), (0.1, 0.2, 0.3, 0.4))},
+            host_s=(1e-6, 2e-6),
+            fetch_bytes_per_s=1e9,
+            rates={"gelu": (1e9, 2e9)},
+            attention_efficiency=(0.5, 0.25),
         ),
         tiers=(
             Tier("node", (3, 1, 2), 1e-6, 1e10, kinds={"all_to_all": Link(0.0, 5.0)}, fabric_bytes_per_s=3.0),
@@ -217,6 +226,11 @@ def _error(data: object, num_devices: int | None = None) -> str:
             "device.launch_s is missing\n  where: own.json\n"
             "  why:   it has name, memory_bytes, flops_per_s, bytes_per_s, matmul_efficiency, launch\n"
             "  try:   rename 'launch'",
+        ),
+        (
+            lambda d: d["device"].update(rates={"gelu": [1e9]}),
+            "device.rates.gelu has two numbers, of the forward and of the backward\n  where: own.json\n"
+            "  why:   it is [1000000000.0]",
         ),
         (
             lambda d: d["tiers"][1].update(latency=3),

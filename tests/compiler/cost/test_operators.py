@@ -110,6 +110,41 @@ def test_a_measured_time_replaces_the_estimate() -> None:
     assert op_time(op, {}, mesh, REAL, times) == op_time(op, {}, mesh, REAL)
 
 
+def test_a_host_that_is_waited_for_adds_its_time() -> None:
+    """To views too, to measured times too, and to a backward where there is one."""
+    device = replace(REAL.device, host_s=(1.0, 2.0))
+    hardware = replace(REAL, device=device)
+    for call in ((F.linear, (randn(4, 16), randn(32, 16))), (torch.transpose, (randn(4, 16), 0, 1))):
+        op, _ = example_op(call)
+        plain = op_time(op, {}, ALONE, REAL)
+        assert op_time(op, {}, ALONE, hardware) == plain + OpTime(1.0, 2.0)
+        times = OperatorTimes({call_key(local_call(op, {}, ALONE)): OpTime(3.0, 4.0)})
+        assert op_time(op, {}, ALONE, hardware, times) == OpTime(4.0, 6.0)
+    op, _ = example_op((F.gelu, (randn(4, 5).detach(),)))
+    assert op_time(op, {}, ALONE, hardware).backward_s == 0
+
+
+def test_products_fetch_before_they_compute() -> None:
+    op, _ = example_op((F.linear, (randn(4, 16), randn(32, 16))))
+    fetching = replace(SLOW_MATH, device=replace(SLOW_MATH.device, fetch_bytes_per_s=1e6))
+    plain, found = op_time(op, {}, ALONE, SLOW_MATH), op_time(op, {}, ALONE, fetching)
+    forward, backward = (4 * 16 + 32 * 16 + 4 * 32) * 4, (2 * 4 * 32 + 2 * (4 * 16 + 32 * 16)) * 4
+    assert seconds(found) == (
+        pytest.approx(plain.forward_s + forward / 1e6),
+        pytest.approx(plain.backward_s + backward / 1e6),
+    )
+
+
+def test_operators_have_rates_of_their_own() -> None:
+    """The slower of the memory and the operator counts; attention reaches a part of the rate of its products."""
+    slow = replace(SLOW_MEMORY, device=replace(SLOW_MEMORY.device, rates={"gelu": (5e8, 1e10)}))
+    assert seconds(timed(F.gelu, randn(4, 5), hardware=slow)) == (160 / 5e8, pytest.approx(240 / 1e9))
+    half = replace(SLOW_MATH, device=replace(SLOW_MATH.device, attention_efficiency=(0.5, 0.25)))
+    heads = [randn(2, 3, 8, 4)] * 3
+    whole, found = (timed(F.scaled_dot_product_attention, *heads, hardware=h) for h in (SLOW_MATH, half))
+    assert seconds(found) == (pytest.approx(2 * whole.forward_s), pytest.approx(4 * whole.backward_s))
+
+
 def test_split_vocabularies_communicate() -> None:
     op, _ = example_op((F.cross_entropy, (randn(64, 512), torch.zeros(64, dtype=torch.long))))
     mesh = Mesh((("tp", 2),))

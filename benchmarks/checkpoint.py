@@ -10,19 +10,14 @@ peer's times include ``get_state_dict`` and ``set_state_dict``, without which it
 
 from __future__ import annotations
 
-import argparse
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fully_sharded import Side, fsdp2, ours
 from pairs import compare
+from ranks import gloo_rank, parser_of, start_ranks
 from step_time import make_batch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -48,8 +43,6 @@ def peer(side: Side, folder: Path) -> tuple[Callable[[], object], Callable[[], o
 
 def run_rank(folder: Path, num_layers: int, num_pairs: int) -> None:
     """The comparison on the calling rank; rank 0 prints."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     batch = make_batch(seed=dist.get_rank())
     mine, theirs = ours(num_layers, str(folder / "files"), batch), fsdp2(num_layers, batch)
     mine[0](), theirs[0]()
@@ -67,23 +60,17 @@ def run_rank(folder: Path, num_layers: int, num_pairs: int) -> None:
             num_bytes = sum(path.stat().st_size for path in own.glob("*/*.safetensors"))
             rates = " against ".join(f"{num_bytes / 1e6 / seconds:.0f} MB/s" for seconds in (ratio.ours_s, ratio.theirs_s))
             print(f"{name:24s}{ratio}  {num_bytes / 1e6:.0f} MB, {rates}", flush=True)
-    dist.destroy_process_group()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=7)
+    parser = parser_of(__doc__, pairs=7, rank_in=("DIR",))
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rank-in", metavar="DIR", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_in:
-        return run_rank(Path(arguments.rank_in), arguments.layers, arguments.pairs)
+        with gloo_rank():
+            return run_rank(Path(*arguments.rank_in), arguments.layers, arguments.pairs)
     print(f"{'':24s}ours / theirs [95 % interval]", flush=True)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    with tempfile.TemporaryDirectory() as folder:
-        options = ["--pairs", str(arguments.pairs), "--layers", str(arguments.layers)]
-        command = [*torchrun, __file__, "--rank-in", folder, *options]
-        subprocess.run(command, check=True, env={"OMP_NUM_THREADS": "1", **os.environ})
+    start_ranks(__file__, 2, pairs=arguments.pairs, layers=arguments.layers)
 
 
 if __name__ == "__main__":

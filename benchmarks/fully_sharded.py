@@ -12,17 +12,12 @@ optimizer state, activations and buffers of collectives.
 
 from __future__ import annotations
 
-import argparse
-import os
-import subprocess
-import sys
-import tempfile
-
 import torch
 import torch.distributed as dist
-from live_bytes import LiveBytes
+from live_bytes import kept_by, peak_mib
 from models import GPT
 from pairs import compare
+from ranks import assert_same_training, gloo_rank, parser_of, start_ranks
 from step_time import LEARNING_RATE, SEQ_LENGTH, VOCAB_SIZE, Step, make_batch, stepper
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -60,47 +55,28 @@ def fsdp2(num_layers: int, batch: dict[str, Tensor]) -> Side:
     return stepper(model, optimizer, batch), model, optimizer
 
 
-def peak_bytes(side: Side) -> int:
-    """Of one step, with what is there before it."""
-    step, model, optimizer = side
-    state = [x for entries in optimizer.state.values() for x in entries.values() if isinstance(x, Tensor)]
-    there = [*model.parameters(), *model.buffers(), *state]
-    there += [p.grad for p in model.parameters() if p.grad is not None]
-    with LiveBytes(there) as live:
-        step()
-    return live.peak
-
-
 def run_rank(folder: str, num_layers: int, num_pairs: int) -> None:
     """The comparison on the calling rank; rank 0 prints."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     batch = make_batch(seed=dist.get_rank())
     sides = ours(num_layers, folder, batch), fsdp2(num_layers, batch)
     first, second = (side[0]() for side in sides)
-    assert abs(first - second) < 1e-4 * abs(second), f"the two sides train different things: loss {first} and {second}"
+    assert_same_training(first, second)
     ratio = compare(sides[0][0], sides[1][0], num_pairs=num_pairs, barrier=dist.barrier)
-    peaks = [peak_bytes(side) / 2**20 for side in sides]
+    peaks = [peak_mib(step, kept_by(model, optimizer)) for step, model, optimizer in sides]
     if dist.get_rank() == 0:
         print(f"time    {ratio}", flush=True)
         print(f"memory  {peaks[0] / peaks[1]:.3f}  ({peaks[0]:.1f} MiB against {peaks[1]:.1f} MiB)", flush=True)
-    dist.destroy_process_group()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=20)
+    parser = parser_of(__doc__, rank_in=("DIR",))
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rank-in", metavar="DIR", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_in:
-        return run_rank(arguments.rank_in, arguments.layers, arguments.pairs)
+        with gloo_rank():
+            return run_rank(*arguments.rank_in, arguments.layers, arguments.pairs)
     print("        ours / theirs [95 % interval]", flush=True)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    with tempfile.TemporaryDirectory() as folder:
-        options = ["--pairs", str(arguments.pairs), "--layers", str(arguments.layers)]
-        command = [*torchrun, __file__, "--rank-in", folder, *options]
-        subprocess.run(command, check=True, env={"OMP_NUM_THREADS": "1", **os.environ})
+    start_ranks(__file__, 2, pairs=arguments.pairs, layers=arguments.layers)
 
 
 if __name__ == "__main__":

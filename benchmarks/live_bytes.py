@@ -7,11 +7,11 @@ has gathered by resizing their storages to nothing, which no operator tells of. 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -49,3 +49,19 @@ class LiveBytes(TorchDispatchMode):
             self._watch(leaf)
         self.peak = max(self.peak, self.now)
         return result
+
+
+def kept_by(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """What a side keeps between steps: parameters, buffers, what the optimizer updates in their place, gradients, its state."""
+    owners = [*module.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
+    yield from owners
+    yield from module.buffers()
+    yield from (p.grad for p in owners if p.grad is not None)
+    yield from (x for values in optimizer.state.values() for x in values.values() if isinstance(x, Tensor))
+
+
+def peak_mib(step: Callable[[], object], kept: Iterable[Tensor]) -> float:
+    """The peak of one step, with what the side keeps between steps."""
+    with LiveBytes(kept) as live:
+        step()
+    return live.peak / 2**20

@@ -9,23 +9,21 @@ The model, the batch and the rules are those of step_time.py: 2 ranks, policy dp
     zero2-fsdp       ZeRO-2, overlapped                 against FSDP2 without resharding after forward
     overlap-zero     ZeRO-1, parameters gathered until their first use    against ZeroRedundancyOptimizer
 
-For each side also the bytes that a rank holds between steps of parameters, gradients and optimizer state.
+For each side also what a rank holds between steps (parameters, gradients, optimizer state, buffers that stay), and the peak of
+live tensor bytes during a step, counted at every operator for both sides alike.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
+from live_bytes import kept_by, peak_mib
 from pairs import compare
+from ranks import assert_same_training, gloo_rank, parser_of, start_ranks
 from step_time import LEARNING_RATE, Step, make_batch, make_model, stepper
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
@@ -33,22 +31,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardwright
 
-Side = tuple[Step, Callable[[], float]]
-"""A training step, and the MiB that the rank holds after it."""
+Side = tuple[Step, Callable[[], list[Tensor]]]
+"""A training step, and what the side keeps after it."""
 
 
-def held_mib(module: nn.Module, optimizer: torch.optim.Optimizer, buffers: Iterable[Tensor | None] = ()) -> float:
-    """Of parameters, gradients and optimizer state, each piece of memory once. ``buffers``: what else the optimizer keeps."""
-    owners = [*module.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
-    state = (x for values in optimizer.state.values() for x in values.values() if isinstance(x, Tensor))
-    kept = [x for x in (*buffers, *(p.grad for p in owners)) if x is not None]
-    return storage_bytes([*owners, *kept, *state]) / 2**20
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+def held_mib(kept: Iterable[Tensor]) -> float:
+    """Each piece of memory once."""
+    local = [x.to_local() if isinstance(x, DTensor) else x for x in kept]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in local if x.numel()}
-    return sum(storages.values())
+    return sum(storages.values()) / 2**20
 
 
 def ours(options: dict[str, object], folder: str, batch: dict[str, Tensor]) -> Side:
@@ -56,22 +47,26 @@ def ours(options: dict[str, object], folder: str, batch: dict[str, Tensor]) -> S
     config = shardwright.ComputeConfig(plan_ngpus=1, runtime_ngpus=dist.get_world_size(), grad_reduction="mean", **options)
     model = shardwright.parallelize(make_model(), batch, "dp", config, gen_savedir=folder, reuse="moo")
     optimizer = shardwright.build_optimizer(model, torch.optim.AdamW, config, lr=LEARNING_RATE)
-    buckets = optimizer._reducer.buckets
-    return stepper(model, optimizer, batch), lambda: held_mib(model, optimizer, [bucket._buffer for bucket in buckets])
+
+    def kept() -> list[Tensor]:
+        buffers = (bucket._buffer for bucket in optimizer._reducer.buckets)
+        return [*kept_by(model, optimizer), *(buffer for buffer in buffers if buffer is not None)]
+
+    return stepper(model, optimizer, batch), kept
 
 
 def ddp(batch: dict[str, Tensor]) -> Side:
     """DistributedDataParallel with the settings of step_time.py."""
     model = DistributedDataParallel(make_model(), gradient_as_bucket_view=True, static_graph=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    return stepper(model, optimizer, batch), lambda: held_mib(model, optimizer)
+    return stepper(model, optimizer, batch), lambda: list(kept_by(model, optimizer))
 
 
 def zero_redundancy(batch: dict[str, Tensor]) -> Side:
     """DistributedDataParallel with ZeroRedundancyOptimizer, whose parameters are views of one buffer for each rank."""
     model = DistributedDataParallel(make_model(), gradient_as_bucket_view=True, static_graph=True)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=LEARNING_RATE)
-    return stepper(model, optimizer, batch), lambda: held_mib(model, optimizer.optim)
+    return stepper(model, optimizer, batch), lambda: list(kept_by(model, optimizer.optim))
 
 
 def fsdp(batch: dict[str, Tensor]) -> Side:
@@ -81,7 +76,7 @@ def fsdp(batch: dict[str, Tensor]) -> Side:
         fully_shard(block, reshard_after_forward=False)
     fully_shard(model, reshard_after_forward=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    return stepper(model, optimizer, batch), lambda: held_mib(model, optimizer)
+    return stepper(model, optimizer, batch), lambda: list(kept_by(model, optimizer))
 
 
 TABLE = {"bucket_cap_mb": 25, "contiguous_param_buffer": True}
@@ -94,36 +89,33 @@ CASES: dict[str, tuple[dict[str, object], Callable[[dict[str, Tensor]], Side]]] 
 }
 
 
-def run_rank(case: str, folder: str, num_pairs: int) -> None:
+def run_rank(rank: int, case: str, folder: str, num_pairs: int) -> None:
     """One comparison on the calling rank; rank 0 prints."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     options, peer = CASES[case]
-    batch = make_batch(seed=dist.get_rank())
-    (our_step, our_mib), (their_step, their_mib) = ours(options, folder, batch), peer(batch)
+    batch = make_batch(seed=rank)
+    (our_step, our_tensors), (their_step, their_tensors) = ours(options, folder, batch), peer(batch)
     first, second = [(our_step(), their_step()) for _ in range(3)][-1]
-    assert abs(first - second) < 1e-4 * abs(second), f"the two sides train different things: loss {first} and {second}"
+    assert_same_training(first, second)
     ratio = compare(our_step, their_step, num_pairs=num_pairs, barrier=dist.barrier)
-    if dist.get_rank() == 0:
-        print(f"{case:13} {ratio}  holding {our_mib():.0f} against {their_mib():.0f} MiB", flush=True)
-    dist.destroy_process_group()
+    held = held_mib(our_tensors()), held_mib(their_tensors())
+    peaks = peak_mib(our_step, our_tensors()), peak_mib(their_step, their_tensors())
+    if rank == 0:
+        print(f"{case:13} {ratio}", flush=True)
+        for title, (mine, theirs) in (("holds", held), ("peak", peaks)):
+            print(f"  {title:11} {mine / theirs:.3f}  ({mine:.1f} MiB against {theirs:.1f} MiB)", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=20)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", choices=list(CASES))
-    parser.add_argument("--rank-in", nargs=2, metavar=("CASE", "DIR"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_in:
-        return run_rank(*arguments.rank_in, arguments.pairs)
+        with gloo_rank() as rank:
+            return run_rank(rank, *arguments.rank_in, arguments.pairs)
     print("case          ours / theirs [95 % interval]", flush=True)
     for case in CASES:
         if arguments.only in (None, case):
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-            with tempfile.TemporaryDirectory() as folder:
-                command = [*torchrun, __file__, "--rank-in", case, folder, "--pairs", str(arguments.pairs)]
-                subprocess.run(command, check=True, env={"OMP_NUM_THREADS": "1", **os.environ})
+            start_ranks(__file__, 2, [case], pairs=arguments.pairs)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,6 @@ step is zero_grad, all forwards and backwards, optimizer step.
 
 from __future__ import annotations
 
-import argparse
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 
 import torch
@@ -21,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from models import GPT
 from pairs import compare
+from ranks import gloo_rank, parser_of, start_ranks
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -134,8 +130,6 @@ def peers(schedule: str) -> Callable[[], float]:
 
 def run_rank(schedule: str, folder: str, num_pairs: int) -> None:
     """One comparison on the calling rank; rank 0 prints."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     our_step, their_step = ours(schedule, folder), peers(schedule)
     first, second = our_step(), their_step()
     last = dist.get_rank() == (0 if schedule == "zb_v" else dist.get_world_size() - 1)
@@ -143,26 +137,21 @@ def run_rank(schedule: str, folder: str, num_pairs: int) -> None:
     ratio = compare(our_step, their_step, num_pairs=num_pairs, barrier=dist.barrier)
     if dist.get_rank() == 0:
         print(f"{schedule:18} {dist.get_world_size()} ranks  {ratio}", flush=True)
-    dist.destroy_process_group()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=20)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, choices=(2, 4))
     parser.add_argument("--only", choices=list(PEERS))
-    parser.add_argument("--rank-in", nargs=2, metavar=("CASE", "DIR"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_in:
-        return run_rank(*arguments.rank_in, arguments.pairs)
+        with gloo_rank():
+            return run_rank(*arguments.rank_in, arguments.pairs)
     print("schedule                    ours / theirs [95 % interval]", flush=True)
     for num_ranks in (2, 4):
         for schedule in PEERS:
             if arguments.only in (None, schedule) and arguments.ranks in (None, num_ranks):
-                torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-                with tempfile.TemporaryDirectory() as folder:
-                    command = [*torchrun, __file__, "--rank-in", schedule, folder, "--pairs", str(arguments.pairs)]
-                    subprocess.run(command, check=True, env={"OMP_NUM_THREADS": "1", **os.environ})
+                start_ranks(__file__, num_ranks, [schedule], pairs=arguments.pairs)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,7 @@ this case.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 
@@ -29,6 +24,7 @@ import torch
 import torch.distributed as dist
 from models import GPT
 from pairs import compare
+from ranks import assert_same_training, gloo_rank, parser_of, start_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -122,38 +118,30 @@ def dtensor_tp(batch: dict[str, torch.Tensor]) -> Step:
     return stepper(model, optimizer, batch, around_backward=loss_parallel)
 
 
-def run_rank(case: str, folder: str, num_pairs: int) -> None:
+def run_rank(rank: int, case: str, folder: str, num_pairs: int) -> None:
     """One comparison on the calling rank; rank 0 prints."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
     batch = make_batch(seed=rank if case == "dp" else 0)
     ours_step = ours("tp" if case == "tp" else "dp", folder, batch)
     their_step = {"eager": eager, "dp": ddp, "tp": dtensor_tp}[case](batch)
     first, second = ours_step(), their_step()
-    assert abs(first - second) < 1e-4 * abs(second), f"the two sides train different things: loss {first} and {second}"
+    assert_same_training(first, second)
     clock = time.process_time if case == "eager" else time.perf_counter
     ratio = compare(ours_step, their_step, num_pairs=num_pairs, barrier=dist.barrier, clock=clock)
     if rank == 0:
         print(f"{case:6} {ratio}", flush=True)
-    dist.destroy_process_group()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=20)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", choices=list(NUM_RANKS))
-    parser.add_argument("--rank-in", nargs=2, metavar=("CASE", "DIR"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_in:
-        return run_rank(*arguments.rank_in, arguments.pairs)
+        with gloo_rank() as rank:
+            return run_rank(rank, *arguments.rank_in, arguments.pairs)
     print("case   ours / theirs [95 % interval]", flush=True)
     for case, num_ranks in NUM_RANKS.items():
         if arguments.only in (None, case):
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-            with tempfile.TemporaryDirectory() as folder:
-                command = [*torchrun, __file__, "--rank-in", case, folder, "--pairs", str(arguments.pairs)]
-                subprocess.run(command, check=True, env={"OMP_NUM_THREADS": "1", **os.environ})
+            start_ranks(__file__, num_ranks, [case], pairs=arguments.pairs)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.weights import Tensors, digest_tensors, write_tensors
+from shardwright.compiler.weights import Tensors
+from shardwright.runtime.checkpoint.tensor_files import digest_tensors, write_tensors
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, LoadError
 from shardwright.runtime.manifest import MANIFEST_FILE, Manifest, code_file, read_file, sha256
@@ -215,7 +216,7 @@ def _store_tensors(stored: Stored, fresh: Path, tensors: Mapping[str, Tensors]) 
                 keep_file(stored.directory / name, fresh / name)
                 digests[name] = digest
                 continue
-        digests[name] = write_tensors(fresh / name, of_file)
+        digests[name] = write_tensors(fresh / name, of_file, flushes=False).sha256
     return digests
 
 

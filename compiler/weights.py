@@ -1,4 +1,4 @@
-"""Writing the initial values of a model as safetensors, one tensor in memory at a time.
+"""The initial values of a model, as they are stored beside the generated code.
 
 Two files (see ``shardwright.runtime.weights``): the weights, which a checkpoint may replace, and the constants, which no
 checkpoint holds. Tensors on the meta device have no values and are left out.
@@ -6,55 +6,15 @@ checkpoint holds. Tensors on the meta device have no values and are left out.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.compiler.ir.graph import IRGraph
+from shardwright.runtime.checkpoint.tensor_files import CODES, TensorSource
 from shardwright.runtime.errors import ConfigError
-
-DTYPE_CODES: Mapping[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""The dtypes safetensors can hold, by its names for them."""
-
-
-@dataclass(frozen=True)
-class TensorSource:
-    """One tensor to store: the values, and the dtype they are stored in."""
-
-    tensor: Tensor
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return self.tensor.numel() * self.dtype.itemsize
-
-    def data(self) -> memoryview:
-        """The values in row-major order, on the CPU."""
-        flat = self.tensor.detach().to("cpu", self.dtype).contiguous().reshape(-1)
-        return flat.view(torch.uint8).numpy().data
-
 
 Tensors = Mapping[str, TensorSource]
 
@@ -64,69 +24,38 @@ def initial_values(graph: IRGraph, module: nn.Module) -> tuple[Tensors, Tensors]
 
     Parameters and buffers go by FQN, a tied one by its first; constants by their name in the graph. The graph's dtypes
     hold: they differ from the module's under ``module_dtype``.
+
+    Raises :class:`ConfigError` for a dtype that safetensors does not have.
     """
     own: dict[str, Tensor] = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
     }
-    weights: dict[str, TensorSource] = {}
-    constants: dict[str, TensorSource] = {}
+    weights: dict[str, tuple[Tensor, torch.dtype]] = {}
+    constants: dict[str, tuple[Tensor, torch.dtype]] = {}
     for value in (*graph.parameters, *graph.buffers):
         assert value.fqn is not None
-        (weights if value.persistent else constants)[value.fqn] = TensorSource(own[value.fqn], value.dtype)
+        (weights if value.persistent else constants)[value.fqn] = (own[value.fqn], value.dtype)
     for body in (graph, graph.eval_graph):
         if body is not None:
-            constants |= {value.name: TensorSource(tensor, value.dtype) for value, tensor in body.constants}
-    return _real(weights), _real(constants)
+            constants |= {value.name: (tensor, value.dtype) for value, tensor in body.constants}
+    return _sources(weights), _sources(constants)
 
 
-def _real(tensors: Tensors) -> Tensors:
-    return {name: source for name, source in tensors.items() if not source.tensor.is_meta}
+def _sources(values: Mapping[str, tuple[Tensor, torch.dtype]]) -> Tensors:
+    return {name: source_of(name, tensor, dtype) for name, (tensor, dtype) in values.items() if not tensor.is_meta}
 
 
-def digest_tensors(tensors: Tensors) -> str:
-    """The hex sha256 of the file that :func:`write_tensors` would write."""
-    digest = hashlib.sha256()
-    for chunk in _chunks(tensors):
-        digest.update(chunk)
-    return digest.hexdigest()
+def source_of(name: str, tensor: Tensor, dtype: torch.dtype) -> TensorSource:
+    """One tensor to be stored in ``dtype``; it is converted when it is its turn."""
+    if dtype not in CODES:
+        raise ConfigError(
+            f"{name} has dtype {dtype}, which cannot be stored",
+            why="safetensors has no such dtype",
+            hint=f"one of {', '.join(str(known).removeprefix('torch.') for known in CODES)}",
+        )
+    return TensorSource(tuple(tensor.shape), dtype, partial(_converted, tensor, dtype))
 
 
-def write_tensors(path: Path, tensors: Tensors) -> str:
-    """Write the file and return its hex sha256."""
-    digest = hashlib.sha256()
-    with path.open("wb") as file:
-        for chunk in _chunks(tensors):
-            digest.update(chunk)
-            file.write(chunk)
-    return digest.hexdigest()
-
-
-def _chunks(tensors: Tensors) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file: the length of the header, the header, then the data of each tensor.
-
-    Tensors go by falling size of their elements, so that each is aligned, then by name.
-    """
-    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name in names:
-        source = tensors[name]
-        if source.dtype not in DTYPE_CODES:
-            raise ConfigError(
-                f"{name} has dtype {source.dtype}, which cannot be stored",
-                why="safetensors has no such dtype",
-                hint=f"one of {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPE_CODES)}",
-            )
-        header[name] = {
-            "dtype": DTYPE_CODES[source.dtype],
-            "shape": list(source.tensor.shape),
-            "data_offsets": [offset, offset + source.num_bytes],
-        }
-        offset += source.num_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little")
-    yield text
-    for name in names:
-        yield tensors[name].data()
+def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.detach().to("cpu", dtype)

@@ -70,11 +70,13 @@ def verify(
     steps: int = 3,
     optimizer: OptimizerFactory = adamw,
     directory: Path | None = None,
+    num_samples: int | None = None,
 ) -> VerifyReport:
     """Train ``model`` for ``steps`` steps under the plan and on one device, and compare.
 
     ``inputs_per_unit``: the inputs of every unit (default: the dummy ones, rolled along the batch). ``directory``: where the
-    files go (default: a temporary folder). The model is left as it was.
+    files go (default: a temporary folder). ``num_samples``: how many a step of an end2end module accumulates (default: two, or
+    what its schedule says). The model is left as it was.
 
     Raises what :func:`parallelize` raises.
     """
@@ -85,7 +87,7 @@ def verify(
     with tempfile.TemporaryDirectory() as temporary, float64_casts():
         folder = directory or Path(temporary)
         compiled = compile_into(folder / "plan", model, dummy_args, policy, config)
-        num_samples = _num_samples(compiled, config)
+        num_samples = num_samples or _num_samples(compiled, config)
         given = inputs_per_unit or [rolled(dummy_args, unit) for unit in range(units)]
         samples = [[rolled(in_float64(x), number * units) for number in range(num_samples)] for x in given]
         reference = reference_run(model, samples, optimizer, steps, reduction=config.grad_reduction)

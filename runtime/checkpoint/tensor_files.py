@@ -104,8 +104,10 @@ def digest_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def write_tensors(path: Path, tensors: Mapping[str, TensorSource], metadata: Mapping[str, str] | None = None) -> FileRecord:
-    """Write a safetensors file and flush it to the disk. One tensor at a time is in memory.
+def write_tensors(
+    path: Path, tensors: Mapping[str, TensorSource], metadata: Mapping[str, str] | None = None, *, flushes: bool = True
+) -> FileRecord:
+    """Write a safetensors file. One tensor at a time is in memory. ``flushes``: it is on the disk when this returns.
 
     Raises :class:`CheckpointError` for a dtype that safetensors does not have.
     """
@@ -117,9 +119,18 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorSource], metadata: Map
                 file.write(data[start : start + CHUNK_BYTES])
             num_bytes += len(data)
             del data  # before the next tensor is read
-        file.flush()
-        os.fsync(file.fileno())
+        if flushes:
+            file.flush()
+            os.fsync(file.fileno())
     return FileRecord(num_bytes, digest.hexdigest())
+
+
+def digest_tensors(tensors: Mapping[str, TensorSource]) -> str:
+    """The hex sha256 of the file that :func:`write_tensors` would write."""
+    digest = hashlib.sha256()
+    for data in _contents(tensors, {}):
+        digest.update(data)
+    return digest.hexdigest()
 
 
 def _contents(tensors: Mapping[str, TensorSource], metadata: Mapping[str, str]) -> Iterator[memoryview]:

@@ -22,9 +22,10 @@ from shardwright.compiler.ops.strategy import allowed, strategies
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.trace.api import trace
-from shardwright.compiler.weights import initial_values, write_tensors
+from shardwright.compiler.weights import initial_values
 from shardwright.policies.policy import PolicyFunction
 from shardwright.policies.registry import find_policy
+from shardwright.runtime.checkpoint.tensor_files import write_tensors
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.counters import CommunicationKey, CommunicationVolume
 from shardwright.runtime.layout import Atom, Layout, Mesh
@@ -53,8 +54,8 @@ def write(directory: Path, compiled: Compiled, module: nn.Module) -> None:
         (directory / name).write_text(text)
         digests[name] = sha256(text.encode())
     weights, constants = initial_values(compiled.program.graph, module)
-    digests[WEIGHTS_FILE] = write_tensors(directory / WEIGHTS_FILE, weights)
-    digests[CONSTANTS_FILE] = write_tensors(directory / CONSTANTS_FILE, constants)
+    for name, tensors in ((WEIGHTS_FILE, weights), (CONSTANTS_FILE, constants)):
+        digests[name] = write_tensors(directory / name, tensors, flushes=False).sha256
     plan = compiled.plan
     Manifest("test", compiled.program.graph.name, plan.mesh, plan.policy, digests, {}).write(directory)
 

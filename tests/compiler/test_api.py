@@ -270,7 +270,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
     folder = compile_net(tmp_path)
     before = snapshot(folder)
 
-    def full(*args):
+    def full(*args, **options):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(cache, "write_tensors", full)

@@ -10,11 +10,12 @@ import pytest
 from choices import best_by_trying, random_problem
 
 from shardwright.policies.autodist.solver import solve as solve_module
+from shardwright.policies.autodist.solver import wide
 from shardwright.policies.autodist.solver.eliminate import Elimination
 from shardwright.policies.autodist.solver.messages import Messages
 from shardwright.policies.autodist.solver.network import Network, simplify
 from shardwright.policies.autodist.solver.problem import Infeasible, Problem, Row, Solution, evaluate, is_feasible
-from shardwright.policies.autodist.solver.program import solve_program
+from shardwright.policies.autodist.solver.program import Answer, solve_program
 from shardwright.policies.autodist.solver.progress import Progress
 from shardwright.policies.autodist.solver.reduce import Reduced
 from shardwright.policies.autodist.solver.wide import search_wide
@@ -59,6 +60,20 @@ def test_a_grid_is_solved_as_by_elimination(rows: bool) -> None:
     known, found = solve_module.solve(problem, time_limit_s=60), solve_wide(problem)
     assert isinstance(known, Solution) and isinstance(found, Solution) and known.gap == 0.0
     assert known.cost == pytest.approx(found.cost, rel=1e-12) and found.bound <= known.cost
+
+
+def test_a_library_without_a_choice_leaves_a_bound_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time may end before the library has any choice, and before there is one from elsewhere."""
+    problem = grid(4, 0, rows=True)
+    network = simplify(problem)
+    assert isinstance(network, Network)
+    progress, reduced = Progress(problem, 60), Reduced(network)
+    monkeypatch.setattr(wide, "solve_program", lambda *_, **__: Answer(None, 1.5, False, False))
+    wide._integer_program(reduced, progress)
+    assert progress.choice is None and progress.bound == 1.5 and not progress.done
+    monkeypatch.undo()
+    no_time = solve_program(reduced.network, integer=True, time_limit_s=0.0)
+    assert no_time == Answer(None, -math.inf, False, False)
 
 
 def test_messages_bound_the_optimum_and_never_fall() -> None:

@@ -273,11 +273,14 @@ def build_optimizer(
     Collective. Modules that were not compiled must hold the same values on all ranks, and get the same inputs on all ranks
     of a unit. A second call on the same parameters replaces the first.
 
-    Raises :class:`ConfigError` for a combination that cannot be honoured.
+    Raises :class:`ConfigError` for a combination that cannot be honoured, and :class:`UsageError` where state is split and
+    parameters have gradients already.
     """
     config = None if compute_config is None else ComputeConfig.of(compute_config)
     model = TrainedModel(module, config)
     parameters = dict(module.named_parameters())
+    if model.settings.makes_shards:
+        _check_no_gradients(model, parameters)
     kind, updated, optimizer = _kind_of(optimizer_fn, parameters, param_groups, kwargs)
     is_elementwise = elementwise or kind in ELEMENTWISE
     _check_kind(kind, model, is_elementwise)
@@ -313,6 +316,18 @@ def build_optimizer(
     for shard in shards:
         shard.settle()
     return parallel
+
+
+def _check_no_gradients(model: TrainedModel, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse gradients that no bucket has seen: nobody knows whether they are summed already. Collective."""
+    mine = next((name for name, p in parameters.items() if p.grad is not None and p.grad.any()), None)
+    for name in model.world.all_gather_object(mine):
+        if name is not None:
+            raise UsageError(
+                f"parameter {name!r} has a gradient from before the optimizer was built",
+                why="where optimizer state is split, gradients are collected in buffers that are made with the optimizer",
+                hint="build the optimizer before the first backward, or clear the gradients with zero_grad()",
+            )
 
 
 def _gathering_of(module: nn.Module, reducer: Reducer, model: TrainedModel) -> ParameterGathering:

@@ -26,7 +26,7 @@ def run_processes(num_ranks: int, target: str, *args: Any) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         job = (num_ranks, dict(os.environ), target, args, folder)
         multiprocessing.start_processes(_run, job, nprocs=num_ranks, start_method="forkserver")
-        return [torch.load(Path(folder) / f"result{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+        return [torch.load(Path(folder) / f"result{rank}.pt") for rank in range(num_ranks)]
 
 
 def _run(rank: int, num_ranks: int, environment: dict[str, str], target: str, args: tuple[Any, ...], folder: str) -> None:

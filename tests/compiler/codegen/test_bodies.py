@@ -272,7 +272,7 @@ def test_autocast_regions_are_kept(tmp_path: Path) -> None:
     plans.write(tmp_path, compiled, model)
     expected = model(**inputs)
     for loss in run_ranks(2, lambda rank: load_class(tmp_path)()(**inputs).detach()):
-        torch.testing.assert_close(loss, expected.detach(), rtol=2e-2, atol=1e-3)
+        torch.testing.assert_close(loss, expected.detach(), rtol=2**-8, atol=0)  # partial sums add a rounding of bfloat16
     with torch.no_grad():
         assert expected != (model.down(F.relu(model.up(inputs["x"]))) * inputs["x"].square().mean()).square().mean()
 

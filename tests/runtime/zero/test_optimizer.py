@@ -511,6 +511,25 @@ def test_a_backward_after_synchronising(files, options):
         assert "call optimizer.zero_grad() before this backward" in text
 
 
+@pytest.mark.parametrize("options", [*STAGES, {"distributed_optimizer": {}}], ids=str)
+def test_gradients_from_before_the_optimizer(files, options):
+    def on_rank(rank):
+        module = load_class(files)()
+        if rank == 1:
+            module(*make_batch(0)).backward()
+        text = text_of(lambda: build_optimizer(module, adamw, config_of(**options)), UsageError)
+        module.zero_grad()
+        build_optimizer(module, adamw, config_of(**options))
+        return text
+
+    for text in run_ranks(2, on_rank):
+        assert text == (
+            "parameter 'norm.weight' has a gradient from before the optimizer was built\n"
+            "  why:   where optimizer state is split, gradients are collected in buffers that are made with the optimizer\n"
+            "  try:   build the optimizer before the first backward, or clear the gradients with zero_grad()"
+        )
+
+
 @pytest.mark.parametrize(
     ("options", "cause"), [({"use_zero": 2}, "use_zero=2"), ({"distributed_optimizer": {}}, "overlap_grad_sync")]
 )

@@ -29,6 +29,7 @@ from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Declaration, Program
+from shardwright.compiler.plan.zero import units_of_storage
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import ZERO
@@ -108,7 +109,7 @@ def compile_graph(
         with manager.measure("policy"):
             plan = plan_of(policy(planned, config), policy_name)
     check_mesh(plan, config)
-    plan = replace(plan, zero=config.num_units // config.zero_ngroups if config.use_zero == 3 else 0)
+    plan = replace(plan, zero=units_of_storage(config))
     plan = replace(plan, outputs={**output_wishes(graph, config), **plan.outputs}, dims=split_dim_names(planned, plan))
     check_names(planned, plan)
     if plan.recompute:

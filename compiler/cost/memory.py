@@ -66,6 +66,20 @@ class OptimizerMemory:
 ADAM = OptimizerMemory()
 
 
+def num_copies(layout: Layout, mesh: Mesh, config: ComputeConfig) -> int:
+    """The ranks among which the gradient of a parameter is summed. ``mesh``: on which it is stored."""
+    units = config.num_units
+    units //= mesh.axis_size(ZERO) if ZERO in layout.cut_axes else 1
+    return units * math.prod(mesh.axis_size(a) for a in layout.grad_partial if a in mesh.names)
+
+
+def num_shards(layout: Layout, mesh: Mesh, config: ComputeConfig) -> int:
+    """Into how many parts ZeRO splits the optimizer state of a parameter."""
+    if config.use_zero not in (1, 2):  # stage 3 cuts the parameter itself
+        return 1
+    return max(1, num_copies(layout, mesh, config) // config.zero_ngroups)
+
+
 @dataclass(frozen=True, slots=True)
 class RankMemory:
     """The peak of one unit rank. ``by_category``: the bytes at that time by :data:`CATEGORIES`; ``moment``: what ran (an
@@ -207,28 +221,15 @@ class _Books:
 
     def _add_state(self, name: str, form: TensorForm) -> None:
         elements = math.prod(form.shape)
-        state = round(elements / self._num_shards(self.layouts[name]) * self.optimizer.kept_bytes)
+        state = round(elements / num_shards(self.layouts[name], self.mesh, self.config) * self.optimizer.kept_bytes)
         self.ledger.hold(self.ledger.new(state, "optimizer"))
         if self.is_bucketed(name) and self.config.use_zero != 2:
             gradient = elements * self.optimizer.gradient_bytes(form.dtype.itemsize) + form.dtype.itemsize  # and a flag
             self.ledger.hold(self.ledger.new(round(gradient), "gradient"))
 
-    def _num_copies(self, layout: Layout) -> int:
-        """The ranks among which a gradient is summed."""
-        units = self.config.num_units
-        units //= self.mesh.axis_size(ZERO) if ZERO in layout.cut_axes else 1
-        return units * math.prod(self.mesh.axis_size(a) for a in layout.grad_partial if a in self.mesh.names)
-
     def is_bucketed(self, name: str) -> bool:
         """Whether the gradient of a parameter is summed over ranks, in a bucket."""
-        return self._num_copies(self.layouts[name]) > 1 or name in self.shared
-
-    def _num_shards(self, layout: Layout) -> int:
-        """Into how many parts ZeRO splits the optimizer state of a parameter."""
-        if self.config.use_zero not in (1, 2):  # stage 3 cuts the parameter itself
-            return 1
-        copies = self._num_copies(layout)
-        return max(1, copies // self.config.zero_ngroups)
+        return num_copies(self.layouts[name], self.mesh, self.config) > 1 or name in self.shared
 
     def arrive(self, name: str, form: TensorForm, storage: int) -> None:
         """The gradient of a source is complete: it moves into its bucket, or becomes the parameter's own."""

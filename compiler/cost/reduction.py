@@ -9,7 +9,7 @@ from shardwright.compiler.cost.adapters import DEFAULT_BUCKET_BYTES, reduction_s
 from shardwright.compiler.cost.body_time import BodyTime
 from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.local import local_bytes
-from shardwright.compiler.cost.memory import OptimizerMemory
+from shardwright.compiler.cost.memory import OptimizerMemory, num_shards
 from shardwright.compiler.cost.operators import optimizer_s
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.plan.blocks import reads
@@ -105,11 +105,7 @@ def update_s(
     """Seconds of the optimizer's pass over one parameter, or over this rank's share of it with ZeRO."""
     value, layout = declaration.value, declaration.layout
     elements = local_bytes(layout, value.dtype, mesh) / value.dtype.itemsize
-    if config.use_zero in (1, 2):
-        copies = config.num_units
-        for axis in layout.grad_partial:
-            copies *= mesh.axis_size(axis)
-        elements /= max(1, copies // config.zero_ngroups)
+    elements /= num_shards(layout, mesh, config)
     return optimizer_s(elements, value.dtype.itemsize, optimizer.kept_bytes, hardware)
 
 

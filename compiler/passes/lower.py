@@ -25,8 +25,8 @@ from shardwright.compiler.plan.check import check_strategies
 from shardwright.compiler.plan.conversion import AdapterStep, canonical, convert
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Instruction, Program
-from shardwright.compiler.plan.zero import cut_further, is_large, over_units
-from shardwright.runtime.layout import ZERO, Layout, Mesh
+from shardwright.compiler.plan.zero import in_pieces, is_large, over_units
+from shardwright.runtime.layout import Layout, Mesh
 
 
 def lower(graph: IRGraph, plan: Plan, whole_in_units: Set[str] = frozenset()) -> Program:
@@ -154,9 +154,7 @@ class _Lowering:
         axes = [axis for axis in axes if self.mesh.axis_size(axis) > 1 and layout.placement(axis) in ("R", "G")]
         if self.plan.zero > 1:
             self._over_units.add(value.name)
-            axes += [] if ZERO in layout.cut_axes else [ZERO]  # a stage that shares it, or the training body, was first
-        kept = tuple(axis for axis in layout.grad_partial if axis not in axes)
-        return cut_further(replace(layout, grad_partial=kept), axes, self.storage_mesh) if axes else layout
+        return in_pieces(layout, axes, self.mesh, self.plan.zero)
 
     def best_storage(self, value: IRValue, uses: list[Layout]) -> Layout:
         """The layout of a parameter that costs its uses the least; gradient reductions count, ties go to the smaller one."""

@@ -13,6 +13,7 @@ from dataclasses import replace
 from math import prod
 
 from shardwright.compiler.ir.value import IRValue
+from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import ZERO, Layout, Mesh
 
 LARGE_VECTOR = 2**16
@@ -20,6 +21,21 @@ LARGE_VECTOR = 2**16
 
 NEARLY_BEST = 1.1
 """Among the ways to cut a tensor whose largest pieces are at most this much above the smallest, the first dim is taken."""
+
+
+def units_of_storage(config: ComputeConfig) -> int:
+    """Over how many units the config has parameters stored: ``Plan.zero``."""
+    return config.num_units // config.zero_ngroups if config.use_zero == 3 else 0
+
+
+def in_pieces(layout: Layout, axes: Sequence[str], mesh: Mesh, num_units: int) -> Layout:
+    """How a parameter is stored: ``layout`` cut along ``axes`` of ``mesh``, on which it is whole and its gradient a summand,
+    and over the units. The result is a layout of ``mesh.over_units(num_units)``.
+    """
+    if num_units > 1 and ZERO not in layout.cut_axes:  # a stage that shares it, or the training body, was first
+        axes = (*axes, ZERO)
+    kept = tuple(axis for axis in layout.grad_partial if axis not in axes)
+    return cut_further(replace(layout, grad_partial=kept), axes, mesh.over_units(num_units)) if axes else layout
 
 
 def is_large(value: IRValue) -> bool:

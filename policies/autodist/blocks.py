@@ -6,12 +6,14 @@ import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardwright.compiler.cost.adapters import reduction_s, step_time
+from shardwright.compiler.cost.adapters import step_time
 from shardwright.compiler.cost.collectives import collective_s
 from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.local import local_bytes
-from shardwright.compiler.cost.memory import ADAM, OptimizerMemory
-from shardwright.compiler.cost.operators import OperatorTimes, OpTime, op_time, optimizer_s
+from shardwright.compiler.cost.memory import ADAM, OptimizerMemory, num_shards
+from shardwright.compiler.cost.operators import OperatorTimes, OpTime, op_time
+from shardwright.compiler.cost.reduction import Reduction
+from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.passes.stages import from_nothing
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
 from shardwright.policies.autodist.chain import Part
@@ -157,6 +159,9 @@ class _Walk:
     def __init__(self, program: Program, starts: Sequence[int], setting: Setting) -> None:
         self.program, self.starts, self.setting = program, starts, setting
         self.mesh: Mesh = program.plan.mesh
+        self.storage_mesh: Mesh = program.plan.storage_mesh
+        units = range(max(1, program.plan.zero))
+        self.storage_ranks = tuple(unit * setting.config.plan_ngpus + rank for unit in units for rank in setting.ranks)
         self.positions = {op.name: index for index, op in enumerate(program.graph.ops)}
         self.layouts: dict[str, Layout] = {d.value.name: d.layout for d in program.declarations}
         self.layouts.update(program.input_layouts)
@@ -195,37 +200,34 @@ class _Walk:
                 ranks=setting.ranks,
             )
         value = instruction.of
-        return step_time(
-            instruction.step, value.dtype, self.mesh, setting.ranks, setting.hardware, differentiable=value.requires_grad
+        time = step_time(
+            instruction.step,
+            value.dtype,
+            self.storage_mesh,
+            self.storage_ranks,
+            setting.hardware,
+            differentiable=value.requires_grad,
         )
+        again = instruction.gathers_weight and value.requires_grad  # gathered once more in the backward
+        return replace(time, backward_s=time.backward_s + time.forward_s) if again else time
 
     def parameters(self) -> tuple[list[float], list[float]]:
         """By block: bytes of parameters, gradients and optimizer state; seconds of reductions and updates, once per step."""
         setting, config = self.setting, self.setting.config
         held, once = [0.0] * len(self.starts), [0.0] * len(self.starts)
         home = self._first_uses()
-        sharded = max(1, config.num_units // config.zero_ngroups) if config.use_zero else 1
         for declaration in self.program.declarations:
-            value, block = declaration.value, home.get(declaration.value.name, 0)
-            num_bytes = local_bytes(declaration.layout, value.dtype, self.mesh)
+            value, layout, block = declaration.value, declaration.layout, home.get(declaration.value.name, 0)
+            num_bytes = local_bytes(layout, value.dtype, self.storage_mesh)
             held[block] += num_bytes
-            if not value.requires_grad:
-                continue
-            num_elements = num_bytes / value.dtype.itemsize
-            held[block] += num_elements * setting.optimizer.gradient_bytes(value.dtype.itemsize)
-            held[block] += num_elements * setting.optimizer.kept_bytes / sharded
-            once[block] += optimizer_s(
-                num_elements / sharded, value.dtype.itemsize, setting.optimizer.state_bytes_per_element, setting.hardware
-            )
-            once[block] += reduction_s(
-                declaration.layout,
-                value.dtype,
-                self.mesh,
-                setting.ranks,
-                setting.hardware,
-                num_units=config.num_units,
-                unit_size=config.plan_ngpus,
-            )
+            if value.requires_grad and value.kind is ValueKind.PARAMETER:
+                num_elements = num_bytes / value.dtype.itemsize
+                held[block] += num_elements * setting.optimizer.gradient_bytes(value.dtype.itemsize)
+                held[block] += num_elements * setting.optimizer.kept_bytes / num_shards(layout, self.storage_mesh, config)
+                found = Reduction.of(
+                    [declaration], self.storage_mesh, config, setting.hardware, setting.optimizer, setting.ranks
+                )
+                once[block] += found.total_s + found.optimizer_s
         return held, once
 
     def transfer_s(self, num_bytes: float) -> float:

@@ -27,7 +27,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from shardwright.compiler.cost.adapters import step_time
 from shardwright.compiler.cost.local import local_bytes
+from shardwright.compiler.cost.memory import num_shards
 from shardwright.compiler.cost.reduction import Reduction
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
@@ -35,9 +37,10 @@ from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.passes.lower import drop_outputs
 from shardwright.compiler.passes.recompute import mark_recompute
 from shardwright.compiler.plan.blocks import container_of
-from shardwright.compiler.plan.conversion import canonical
+from shardwright.compiler.plan.conversion import canonical, convert
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Declaration
+from shardwright.compiler.plan.zero import in_pieces, is_large, over_units, units_of_storage
 from shardwright.policies.autodist.activations import Activations
 from shardwright.policies.autodist.constraints import allowed_strategies
 from shardwright.policies.autodist.conversions import Conversions, LayoutSet, ValueType, union
@@ -57,7 +60,7 @@ from shardwright.policies.autodist.request import PlacementRequest
 from shardwright.policies.autodist.shared import shared_values
 from shardwright.policies.autodist.solver.problem import Problem, Row
 from shardwright.policies.autodist.strategies import Allowed, LayoutTable, Menu, Menus, Seconds, too_mixed, used
-from shardwright.runtime.layout import Layout
+from shardwright.runtime.layout import Layout, Mesh
 
 
 class Pricing:
@@ -232,7 +235,7 @@ class _Builder:
                 candidates: tuple[int, ...] = (self._id(stored, value),)
             else:
                 candidates = self._candidates(graph, value, readers[value.name])
-            cost, held = self._storage(value, candidates)
+            cost, held = self._storage(value, candidates, readers[value.name])
             index = self._add(
                 StoreNode(value, candidates), cost, self._home(Maker(None, np.array([]), ()), readers[value.name])
             )
@@ -262,22 +265,46 @@ class _Builder:
             found = self.pricing.candidates[key] = used(own | {w for w in wanted if not table[w].partial})
         return found
 
-    def _storage(self, value: IRValue, candidates: Sequence[int]) -> tuple[Seconds, Seconds]:
-        """Seconds per step of the gradient's reduction and the optimizer, and bytes held, for every way to store a tensor."""
-        request = self.request
+    def _storage(self, value: IRValue, candidates: Sequence[int], readers: Sequence[Reader]) -> tuple[Seconds, Seconds]:
+        """Seconds per step of the gradient's reduction and the optimizer, and bytes held, for every way to store a tensor. With
+        ZeRO-3 also of gathering it from where it is stored, once for every place that reads it.
+        """
+        request, config = self.request, self.request.config
         cost, held = np.zeros(len(candidates)), np.zeros(len(candidates))
+        trained = value.requires_grad and value.kind is ValueKind.PARAMETER
         item = value.dtype.itemsize
         for index, candidate in enumerate(candidates):
-            declaration = Declaration(value, self.pricing.layouts[candidate])
-            num_bytes = local_bytes(declaration.layout, value.dtype, request.mesh)
+            layout, mesh = self.pricing.layouts[candidate], request.mesh
+            if config.use_zero == 3 and trained and is_large(value):
+                layout, mesh, gathered_s = self._in_pieces(value, layout, readers)
+                cost[index] += gathered_s
+            declaration = Declaration(value, layout)
+            num_bytes = local_bytes(layout, value.dtype, mesh)
             held[index] = num_bytes
-            if value.requires_grad and value.kind is ValueKind.PARAMETER:
-                found = Reduction.of(
-                    [declaration], request.mesh, request.config, request.hardware, request.optimizer, request.ranks
-                )
-                cost[index] = found.total_s + found.optimizer_s
-                held[index] += num_bytes / item * (request.optimizer.gradient_bytes(item) + request.optimizer.kept_bytes)
+            if trained:
+                found = Reduction.of([declaration], mesh, config, request.hardware, request.optimizer, request.ranks)
+                cost[index] += found.total_s + found.optimizer_s
+                state = request.optimizer.kept_bytes / num_shards(layout, mesh, config)
+                held[index] += num_bytes / item * (request.optimizer.gradient_bytes(item) + state)
         return cost, held
+
+    def _in_pieces(self, value: IRValue, layout: Layout, readers: Sequence[Reader]) -> tuple[Layout, Mesh, float]:
+        """How ZeRO-3 stores a parameter that its readers have as ``layout``, on which mesh, and the seconds of gathering it."""
+        request = self.request
+        zero = units_of_storage(request.config)
+        axes = [axis for axis in layout.grad_partial if request.mesh.axis_size(axis) > 1]
+        stored, mesh = in_pieces(layout, axes, request.mesh, zero), request.mesh.over_units(zero)
+        used = over_units(layout) if zero > 1 else layout
+        ranks = tuple(unit * request.config.plan_ngpus + rank for unit in range(zero) for rank in request.ranks)
+        seconds = 0.0
+        nodes = [self.nodes[reader.node] for reader in readers if reader.node is not None]
+        places = {(n.op.module_path, n.op.region): self._forwards(n.op) for n in nodes if isinstance(n, OpNode)}
+        for step in convert(stored, used, mesh):
+            time = step_time(step, value.dtype, mesh, ranks, request.hardware)
+            again = time.forward_s if step.kind == "all_gather" else 0.0
+            for forwards in places.values():
+                seconds += forwards * time.forward_s + request.microbatches * (time.backward_s + again)
+        return stored, mesh, seconds
 
     # ----------------------------------------------------------------------------------------------------- values
 
@@ -328,6 +355,22 @@ class _Builder:
             prices = self.pricing.conversions.seconds(kind, sources, distinct)
             rows = np.searchsorted(np.array(sources), maker.gives)
             arrays[full] = prices[rows[:, None], np.array([position[wanted] for wanted in sets])[None, :]]
+        return arrays[full] + self._gathered_twice(kind, maker, sets, full) if self._is_over_units(maker) else arrays[full]
+
+    def _is_over_units(self, maker: Maker) -> bool:
+        """Whether ZeRO-3 stores a parameter over several units."""
+        node = self.nodes[maker.node] if maker.node is not None else None
+        return isinstance(node, StoreNode) and units_of_storage(self.request.config) > 1 and is_large(node.value)
+
+    def _gathered_twice(self, kind: ValueType, maker: Maker, sets: Sequence[LayoutSet], key: Hashable) -> Seconds:
+        """``[choices of the maker, sets]``: infinite where a parameter would be gathered within the unit as well. It need not
+        be: what is stored as it is used is cut along the same axes, and gathered from all of them.
+        """
+        arrays, full = self.pricing.arrays, ("twice", key)
+        if full not in arrays:
+            gathers = self.pricing.conversions.gathers
+            rows = [[any(gathers(kind, s, goal) for goal in wanted) for wanted in sets] for s in maker.gives.tolist()]
+            arrays[full] = np.where(np.array(rows), np.inf, 0.0)
         return arrays[full]
 
     def _copies(self, value: IRValue, kind: ValueType, maker: Maker, readers: list[Reader], fixed: LayoutSet) -> None:

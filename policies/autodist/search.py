@@ -33,6 +33,7 @@ from shardwright.compiler.plan.blocks import container_of
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Program
+from shardwright.compiler.plan.zero import units_of_storage
 from shardwright.compiler.schedule.generate import SCHEDULES, generate
 from shardwright.compiler.schedule.memory import peak_in_flight
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
@@ -219,7 +220,7 @@ class Search:
         seen: list[Plan] = []
         for wish in self._wishes(num_positions, mesh):
             try:
-                placed = self.place(wish)
+                placed = self._over_units(self.place(wish))
             except PlanError as error:
                 self.found.refused[title] = f"{error.what}: {error.why}" if error.why else error.what
                 continue
@@ -236,6 +237,10 @@ class Search:
             self.found.others += filter(None, tried)
             if any(candidate is not None and not candidate.plan.recompute for candidate in tried):
                 return
+
+    def _over_units(self, placed: Placed) -> Placed:
+        """With parameters stored over the units where the config has ZeRO-3: so the program will be."""
+        return replace(placed, plan=replace(placed.plan, zero=units_of_storage(self.config)))
 
     def _wishes(self, num_positions: int, mesh: Mesh) -> Iterable[Wish]:
         """What to ask of the placement, one after the other."""

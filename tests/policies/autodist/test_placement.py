@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import planning
@@ -23,6 +24,7 @@ from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.verify_program import verify_program
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.zero import units_of_storage
 from shardwright.compiler.trace.api import trace
 from shardwright.policies.autodist.constraints import Constraints
 from shardwright.policies.autodist.formulation import Formulation, OpNode, StoreNode
@@ -177,6 +179,23 @@ def test_no_random_plan_is_below_the_bound() -> None:
     for _ in range(200):
         plan = plans.random_plan(graph, wanted.mesh, rng)
         assert audited_s(graph, plan, wanted) >= found.bound_s * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("bytes_per_s", [1e6, 1e10])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(("plan_ngpus", "runtime_ngpus", "ngroups"), [(2, 4, 1), (2, 2, 1), (2, 8, 2)])
+def test_the_cost_is_the_audits_at_every_stage_of_zero(
+    plan_ngpus: int, runtime_ngpus: int, ngroups: int, zero: int, bytes_per_s: float
+) -> None:
+    config = ComputeConfig(plan_ngpus=plan_ngpus, runtime_ngpus=runtime_ngpus, use_zero=zero, zero_ngroups=ngroups)
+    hardware = planning.slow_machine(runtime_ngpus, bytes_per_s=bytes_per_s)
+    tied = zero < 3 or units_of_storage(config) == 1  # over several units, what a tied weight is stored as depends on its uses
+    graph = zoo_graph("gpt2" if tied else "mlp")
+    wanted = request(graph, mesh_of(str(plan_ngpus)), hardware, config=config, memory_limit_bytes=1e12)
+    found = placed(wanted)
+    plan = replace(found.plan, zero=units_of_storage(config))
+    cost = audit(lower(wanted.graph, plan), config, hardware)
+    assert math.isclose(found.cost_s, cost.step_s, rel_tol=1e-9)
 
 
 @pytest.mark.parametrize("bytes_per_s", [1e7, 1e10])

@@ -1,0 +1,180 @@
+"""Megatron-LM's published plans beside what autodist finds, both by the audit of the program emitted.
+
+    python benchmarks/megatron_plans.py [CASE ...]
+
+Cases are the best known settings of Narayanan et al. 2021 ("Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM", table 1) and Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models", table 3):
+GPT in float16 on A100-80GB nodes of eight, tensor by pipeline ranks, and units of them side by side. The search gets the same
+ranks per unit and the same samples, and may choose everything else. Of Megatron's plan all forms are audited, with and without
+sequence parallelism, with full, selective (the attention core) and no recomputation, and the best that fits is named.
+Everything is priced, nothing is run. Times are CPU seconds of this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from megatron_times import RESIDUAL_STREAM, SEQ, VOCAB, Layer
+from torch import Tensor, nn
+
+from shardwright.compiler.compile import annotate, pass_manager
+from shardwright.compiler.cost.audit import audit
+from shardwright.compiler.cost.hardware import Hardware, load_hardware
+from shardwright.compiler.cost.plan_cost import PlanCost
+from shardwright.compiler.passes.lower import lower
+from shardwright.compiler.passes.lower_stages import lower_stages
+from shardwright.compiler.passes.recompute import mark_recompute
+from shardwright.compiler.passes.stages import stage_of_ops
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.trace.api import trace
+from shardwright.policies.autodist.policy import AutodistOptions, search, settled
+from shardwright.policies.pipelines import PipelineOptions, add_stages
+from shardwright.runtime.config import ComputeConfig
+
+
+@dataclass(frozen=True)
+class Case:
+    """A published setting. ``batch``: of all units; ``chunks``: stages of each pipeline rank."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    tensor_ranks: int
+    pipeline_ranks: int
+    chunks: int
+    microbatch: int
+    batch: int
+    gpus: int
+
+    @property
+    def unit_ranks(self) -> int:
+        return self.tensor_ranks * self.pipeline_ranks
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of one unit."""
+        return self.batch * self.unit_ranks // (self.gpus * self.microbatch)
+
+    @property
+    def config(self) -> ComputeConfig:
+        return ComputeConfig(plan_ngpus=self.unit_ranks, runtime_ngpus=self.gpus, use_end2end=True, outputs="loss")
+
+
+CASES = (
+    Case("3.6B", 30, 3072, 32, 2, 1, 1, 16, 512, 64),
+    Case("7.5B", 36, 4096, 32, 4, 1, 1, 16, 512, 128),
+    Case("18.4B", 40, 6144, 48, 8, 1, 1, 8, 1024, 256),
+    Case("22B", 48, 6144, 64, 8, 1, 1, 4, 4, 8),
+    Case("39B", 48, 8192, 64, 8, 2, 1, 4, 1536, 512),
+    Case("145B", 80, 12288, 96, 8, 8, 1, 2, 2304, 1536),
+    Case("175B", 96, 12288, 96, 8, 8, 3, 1, 64, 64),
+)
+
+RECOMPUTED = {"full": ("layers.*",), "selective": ("layers.*.core",), "none": ()}
+
+
+class Gpt(nn.Module):
+    """``forward(tokens, positions, labels)``, ``[seq, batch]``, gives the mean loss."""
+
+    def __init__(self, layers: int, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(VOCAB, hidden), nn.Embedding(SEQ, hidden)
+        self.layers = nn.ModuleList(Layer(hidden, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, VOCAB, bias=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
+        x = F.dropout(self.token(tokens) + self.position(positions), 0.1)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), labels.flatten())
+
+
+def graph_of(case: Case) -> PlannableGraph:
+    with torch.device("meta"):
+        model = Gpt(case.layers, case.hidden, case.heads).half()
+    tokens = torch.zeros(SEQ, case.microbatch, dtype=torch.long)
+    inputs = {"tokens": tokens, "positions": torch.zeros(SEQ, 1, dtype=torch.long), "labels": tokens}
+    return annotate(trace(model, inputs), pass_manager())
+
+
+def megatron_plans(case: Case, graph: PlannableGraph) -> Iterator[tuple[str, Plan]]:
+    """The published plan in all its forms: heads, ffn and vocabulary split, equal stages, 1F1B (interleaved)."""
+    axes = {"pp": case.pipeline_ranks, "tp": case.tensor_ranks}
+    for sequence_parallel in (True, False):
+        b = graph.builder(mesh={axis: size for axis, size in axes.items() if size > 1})
+        for dim in ("heads", "up_dim", "vocab"):
+            b.split(dim, "tp")
+        if sequence_parallel:  # the first dim of [seq, batch, hidden] is called batch by its place
+            b.split("batch", "tp", where=lambda op: op.target in RESIDUAL_STREAM and ".core" not in op.module_path)
+        for name, again in RECOMPUTED.items():
+            title = f"{name} recomputation" + (", sequence parallel" if sequence_parallel else "")
+            yield title, _staged(case, graph, replace(b.plan("megatron"), recompute=again))
+
+
+def _staged(case: Case, graph: PlannableGraph, plan: Plan) -> Plan:
+    if case.pipeline_ranks == 1:
+        return plan
+    num_stages = case.pipeline_ranks * case.chunks
+    options = PipelineOptions(
+        num_stages=case.pipeline_ranks,
+        num_microbatches=case.num_microbatches,
+        schedule="1f1b_interleaved" if case.chunks > 1 else "1f1b",
+        chunks=case.chunks,
+        stage_starts=tuple(f"layers.{case.layers * index // num_stages}" for index in range(1, num_stages)),
+        recompute=plan.recompute,
+    )
+    return add_stages(graph, plan, options, case.pipeline_ranks)
+
+
+def audited(case: Case, graph: PlannableGraph, plan: Plan, hardware: Hardware) -> PlanCost:
+    """The cost of a plan from the program that is emitted for it."""
+    stages = stage_of_ops(graph, plan) if plan.stages else {}
+    marked = mark_recompute(graph, plan.recompute, stages) if plan.recompute else graph
+    program = lower_stages(marked, plan) if plan.stages else lower(marked, plan)
+    return audit(program, case.config, hardware, num_microbatches=case.num_microbatches)
+
+
+def best_known(case: Case, graph: PlannableGraph, hardware: Hardware) -> tuple[str, PlanCost]:
+    """The fastest form of the published plan that fits the memory."""
+    costs = [(title, audited(case, graph, plan, hardware)) for title, plan in megatron_plans(case, graph)]
+    fitting = [item for item in costs if item[1].peak_bytes <= hardware.device.memory_bytes]
+    return min(fitting, key=lambda item: item[1].step_s)
+
+
+def compare(case: Case, limit_s: float) -> str:
+    """A row of the table."""
+    graph, hardware = graph_of(case), load_hardware("a100-80gb", case.gpus)
+    title, known = best_known(case, graph, hardware)
+    began = time.process_time()
+    found = search(graph, case.config, AutodistOptions(num_microbatches=case.num_microbatches, time_limit_s=limit_s), hardware)
+    certificate = settled(found, case.config, hardware).certificate
+    assert certificate is not None and found.best is not None and found.best.cost is not None
+    sizes = [f"{case.unit_ranks} x {case.gpus // case.unit_ranks}", f"tp={case.tensor_ranks} pp={case.pipeline_ranks}, {title}"]
+    sizes += [f"{known.step_s:.3f}", f"{known.peak_bytes / 1e9:.0f}", found.best.title]
+    sizes += [f"{certificate.cost_s:.3f}", f"{found.best.cost.peak_bytes / 1e9:.0f}"]
+    sizes += [f"{certificate.cost_s / known.step_s - 1:+.1%}", f"{certificate.gap:.1%}", f"{time.process_time() - began:.0f}"]
+    return " | ".join([f"| {case.name}", *sizes]) + f" | {found.interrupted or ''} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="by name (default: all)")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds for each search")
+    args = parser.parse_args()
+    print("| model | ranks x units | Megatron's plan | s | GB | autodist's plan | s | GB | | gap | CPU s | |")
+    print("|---" * 12 + "|")
+    for case in CASES:
+        if not args.cases or case.name in args.cases:
+            print(compare(case, args.limit), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwright.compiler.calibrate.timing import seconds_per_call
-from shardwright.compiler.cost.fake_rank import FakeRank
+from shardwright.compiler.cost.fake_rank import REFUSALS, FakeRank
 from shardwright.compiler.cost.local import LocalCall, LocalTensor, local_call
 from shardwright.compiler.cost.operators import OperatorTimes, OpTime, call_key
 from shardwright.compiler.ir.op import IROp
@@ -61,7 +61,7 @@ def profile(
                 continue
             try:
                 entries[key] = profile_call(instruction.op, call, mesh, device, point_s, sample_s)
-            except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError) as error:  # torch refuses the numbers
+            except REFUSALS as error:
                 failed.setdefault(instruction.original.name, str(error).partition("\n")[0])
     return Profile(OperatorTimes(entries), failed)
 

@@ -224,6 +224,8 @@ class BodyMemory:
         found = self.footprints.backward(
             node.instruction, [local.form for local in node.operands], [g and g[0] for g in incoming]
         )
+        if not found.exact:
+            self.inexact.add(f"backward of {name}")
         if node.gathered:
             self.num_gathered -= 1
         extra = node.gathered + (self._ahead(self.num_gathered - 1) if node.gathered else 0)

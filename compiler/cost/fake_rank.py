@@ -28,6 +28,11 @@ from shardwright.runtime.groups import AxisGroup
 from shardwright.runtime.layout import Coords, Cut, Mesh
 from shardwright.runtime.ops.random import RngMode, RngState
 
+REFUSALS = (RuntimeError, ValueError, TypeError, IndexError)
+"""What a call raises that cannot run without numbers: torch's exceptions for fake tensors are RuntimeErrors, functions that look
+at zeros where they expect something else raise the others. Anything else is an error of this package.
+"""
+
 
 class FakeRank:
     """The rank at ``coords`` of a mesh (default: index 0 of every axis). ``rng``: how it draws random numbers. With ``zeros``

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shardwright.compiler.cost.fake_rank import FakeRank
+from shardwright.compiler.cost.fake_rank import REFUSALS, FakeRank
 from shardwright.compiler.cost.live_bytes import LiveBytes
 from shardwright.compiler.cost.saved import saving_to
 from shardwright.compiler.ir.op import IROp
@@ -68,7 +68,8 @@ class Forward:
 @dataclass(frozen=True, slots=True)
 class Backward:
     """The gradients of the operands in ``wanted``. Storages are those of the gradients that came in, by result, then the ones
-    it makes. ``peak``: as in :class:`Forward`.
+    it makes. ``peak``, ``exact``: as in :class:`Forward`; an inexact one is taken to make all gradients anew, and nothing
+    else on the way.
     """
 
     wanted: tuple[int, ...]
@@ -76,6 +77,7 @@ class Backward:
     storages: tuple[int, ...]
     made: tuple[int, ...]
     peak: int
+    exact: bool = True
 
 
 @lru_cache(maxsize=64)
@@ -98,7 +100,7 @@ class Footprints:
         if key not in self._forwards:
             try:
                 self._forwards[key] = self._run_forward(instruction, operands, trains)
-            except Exception:  # whatever a function raises that looks at numbers
+            except REFUSALS:
                 self._forwards[key] = self._assumed(instruction, operands, trains)
         return self._forwards[key]
 
@@ -110,12 +112,12 @@ class Footprints:
         if key not in self._backwards:
             try:
                 self._backwards[key] = self._run_backward(instruction, operands, incoming)
-            except Exception:  # see above
+            except REFUSALS:
                 wanted = tuple(i for i, form in enumerate(operands) if form.requires_grad)
                 made = tuple(operands[i].num_bytes for i in wanted)
                 numbers = tuple(range(len(incoming), len(incoming) + len(made)))
                 forms = tuple(operands[i] for i in wanted)
-                self._backwards[key] = Backward(wanted, forms, numbers, made, sum(made))
+                self._backwards[key] = Backward(wanted, forms, numbers, made, sum(made), isinstance(instruction, Adapt))
         return self._backwards[key]
 
     # ------------------------------------------------------------------------------------------------ running

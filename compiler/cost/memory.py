@@ -83,7 +83,8 @@ def num_shards(layout: Layout, mesh: Mesh, config: ComputeConfig) -> int:
 @dataclass(frozen=True, slots=True)
 class RankMemory:
     """The peak of one unit rank. ``by_category``: the bytes at that time by :data:`CATEGORIES`; ``moment``: what ran (an
-    operator, ``backward of ...``, ``optimizer step``). ``assumed``: operators of which everything was taken to be kept.
+    operator, ``backward of ...``, ``optimizer step``). ``assumed``: operators of which everything was taken to be kept, and
+    backwards (``backward of ...``) of which only the gradients count.
     """
 
     rank: int

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.compiler.cost.fake_rank import FakeRank
+from shardwright.compiler.cost.fake_rank import REFUSALS, FakeRank
 from shardwright.compiler.cost.local import LocalCall, local_call
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.size import to_python
@@ -91,7 +91,7 @@ def _saved(question: _Question) -> Saved:
         try:
             with saving_to(kept), torch.enable_grad():
                 results = rank.run(question.op, operands)
-        except Exception:  # whatever a function raises that looks at numbers
+        except REFUSALS:
             continue
         return attributed(kept, operands, results)
     return _everything(call)

@@ -86,6 +86,26 @@ def test_only_gradients_that_came_count() -> None:
     assert both.made == one.made == (4 * 8 * 4,) and one.peak >= both.peak
 
 
+def test_a_backward_that_needs_numbers_is_said_to_be_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear, operands = compute(F.linear, randn(4, 8), randn(5, 8))
+    footprints = Footprints(Mesh())
+    assert footprints.backward(linear, operands, [gradient(4, 5)]).exact
+
+    def refuses(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("data-dependent")
+
+    monkeypatch.setattr(torch.autograd, "grad", refuses)
+    found = Footprints(Mesh()).backward(linear, operands, [gradient(4, 5)])
+    assert not found.exact and found.made == (4 * 8 * 4, 5 * 8 * 4) and found.peak == sum(found.made)
+
+    def broken(*arguments: Any, **options: Any) -> None:
+        raise KeyError("an error of this package")
+
+    monkeypatch.setattr(torch.autograd, "grad", broken)
+    with pytest.raises(KeyError):
+        Footprints(Mesh()).backward(linear, operands, [gradient(4, 5)])
+
+
 @pytest.mark.parametrize(
     ("source", "target", "made", "grad_made"),
     [

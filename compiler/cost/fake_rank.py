@@ -29,8 +29,8 @@ from shardwright.runtime.layout import Coords, Cut, Mesh
 from shardwright.runtime.ops.random import RngMode, RngState
 
 REFUSALS = (RuntimeError, ValueError, TypeError, IndexError)
-"""What a call raises that cannot run without numbers: torch's exceptions for fake tensors are RuntimeErrors, functions that look
-at zeros where they expect something else raise the others. Anything else is an error of this package.
+"""What a call raises that cannot run without numbers: torch's exceptions for fake tensors are RuntimeErrors, functions that
+look at zeros where they expect something else raise the others. Anything else is an error of this package.
 """
 
 

@@ -105,6 +105,32 @@ def test_a_tensor_has_values_while_a_step_runs(tmp_path):
     assert sum(count for count, _ in results) == 3 and all(seen == [True] * count for count, seen in results)
 
 
+@pytest.mark.parametrize("options", [{}, {"use_zero": 2}], ids=str)
+def test_a_parameter_that_nobody_used_has_no_gradient(tmp_path, options):
+    """And one of which some ranks have a gradient has zeros in the other pieces."""
+    directory = write_files(tmp_path / "mlp", make_model(), 1, 2)
+
+    def on_rank(rank):
+        module = load_class(directory)()
+        optimizer = build_optimizer(module, Muonlike, {"plan_ngpus": 2, "runtime_ngpus": 4, **options})
+        with optimizer.no_sync():
+            module(*make_batch(0)).backward()
+        module.get_parameter("layers.0.weight").grad = None
+        if rank % 2:
+            module.get_parameter("layers.1.weight").grad = None
+        optimizer.sync_shard_grad()
+        found = {whole.name: whole.tensor.grad for whole in optimizer.wholes if whole.is_owner}
+        optimizer.step()
+        return found, {whole.name for whole in optimizer.wholes if whole.tensor in optimizer.state}
+
+    found, stepped = {}, set()
+    for gradients, names in run_ranks(4, on_rank):
+        found |= gradients
+        stepped |= names
+    assert found["layers.0.weight"] is None and stepped == {"layers.0.bias", "layers.1.weight"}
+    assert found["layers.1.weight"][:, :5].all() and not found["layers.1.weight"][:, 5:].any()
+
+
 def test_what_moves(tmp_path):
     """Each rank receives, of the 130 elements that are cut, what it owns and does not have, for gradients and for values, and
     afterwards what it has and does not own; a flag comes with each piece."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.runtime import structure
 
@@ -17,6 +18,16 @@ def in_float64(args: Mapping[str, Any]) -> dict[str, Any]:
         return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
     return {name: structure.map_leaves(value, cast, name) for name, value in args.items()}
+
+
+def model_in_float64(model: nn.Module) -> nn.Module:
+    """A copy of the model in float64, tensors in plain attributes included: ``double()`` leaves those as they are."""
+    model = copy.deepcopy(model).double()
+    for part in model.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                vars(part)[name] = value.double()
+    return model
 
 
 def rolled(args: Mapping[str, Any], number: int) -> dict[str, Any]:

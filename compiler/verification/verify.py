@@ -6,7 +6,6 @@ missing reduction or a doubled gradient stands out by ten orders of magnitude.
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from shardwright.compiler.verification.deviation import Deviation, deviations, t
 from shardwright.compiler.verification.precision import float64_casts
 from shardwright.compiler.verification.ranks import train_plan
 from shardwright.compiler.verification.reference import OptimizerFactory, adamw, reference_run
-from shardwright.compiler.verification.samples import in_float64, rolled
+from shardwright.compiler.verification.samples import in_float64, model_in_float64, rolled
 from shardwright.policies.policy import PolicyFunction
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Mesh
@@ -81,7 +80,7 @@ def verify(
     Raises what :func:`parallelize` raises.
     """
     config = ComputeConfig.of(config)
-    model = copy.deepcopy(model).double()
+    model = model_in_float64(model)
     dummy_args = in_float64(dummy_args)
     units = config.runtime_ngpus // config.plan_ngpus
     with tempfile.TemporaryDirectory() as temporary, float64_casts():

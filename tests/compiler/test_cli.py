@@ -13,6 +13,7 @@ import shardwright
 from shardwright.compiler.api import parallelize
 from shardwright.compiler.cli import main
 from shardwright.compiler.cli_targets import load_model, load_target, read_settings
+from shardwright.compiler.verification.verify import verify
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.threads import run_ranks
 
@@ -180,6 +181,21 @@ def test_verify(run, monkeypatch, capsys):
     monkeypatch.setattr("shardwright.runtime.adapters.all_reduce", lambda x, axis, backward="identity": x)
     assert main(["verify", "my_models:scalar", "--policy", "tp", "--plan-ngpus", "2", "--steps", "1"]) == 1
     assert "differ" in capsys.readouterr().out
+
+
+def test_a_model_with_a_table_in_a_plain_attribute_is_verified_in_float64():
+    class Shifted(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(4, 6)
+            self.table = torch.arange(4.0)
+
+        def forward(self, x):
+            return super().forward(x + self.table).square().mean()
+
+    model = Shifted()
+    report = verify(model, {"x": torch.ones(2, 4)}, "tp", {"plan_ngpus": 2, "runtime_ngpus": 2}, steps=1)
+    assert report.ok, report
+    assert model.table.dtype == model.weight.dtype == torch.float32
 
 
 def test_accept(run):

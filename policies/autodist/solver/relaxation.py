@@ -73,9 +73,7 @@ class Relaxation:
             self._examples.setdefault(kind, node)
         dynamic = {kinds[node] for node in network.costs if usages[node]} if shared else None
         sizes = {node: len(cost) for node, cost in network.costs.items()}
-        self.elimination = Elimination(
-            kinds, sizes, network.edges, dynamic=dynamic, max_join=max_join, out_of_time=out_of_time
-        )
+        self.elimination = Elimination(kinds, sizes, network.edges, dynamic=dynamic, max_join=max_join, out_of_time=out_of_time)
         self.room = np.array([row.room for row in network.rows])
         self._row_nodes = [np.fromiter(row.usage, dtype=np.intp) for row in network.rows]
         self._row_flat = [np.concatenate([*row.usage.values()]) for row in network.rows]

@@ -116,6 +116,21 @@ def test_a_link_carries_one_message_at_a_time() -> None:
     assert max(part.end_s for part in beside.timeline) <= blocking.step_s * (1 + 1e-9)
 
 
+def test_an_adapter_waits_for_the_sum_on_its_axis() -> None:
+    """The backward is longer by waiting where adapters use the axis that gradients are summed over, and nowhere else."""
+    slow = replace(HARDWARE, tiers=(Tier("link", (8,), 0.0, 1e5),))
+
+    def backward_s(policy: str, runtime: int, *, asynchronous: bool) -> float:
+        cost = cost_of(policy, 2, runtime, hardware=slow, reducer_bucket_cap_mb=0.01, use_async_reducer=asynchronous)
+        (part,) = [part for part in cost.timeline if part.name == "backward"]
+        return part.end_s - part.start_s
+
+    alone, beside = (backward_s("tp", 4, asynchronous=found) for found in (False, True))
+    assert beside == pytest.approx(alone)  # gradients are summed over units, adapters are inside of one
+    alone, beside = (backward_s("data", 2, asynchronous=found) for found in (False, True))
+    assert beside > 10 * alone
+
+
 def test_a_pipeline_is_its_schedule() -> None:
     found, config = compiled("pp", 2, pas_config={"num_microbatches": 4, "schedule": "gpipe"})
     cost = audit(found.program, config, HARDWARE)

@@ -11,8 +11,11 @@ from pipeline_training import samples_of, write
 from pipelines import make_pipe
 from zero_training import Muonlike
 
+from shardwright.compiler.verification.verify import compile_into
 from shardwright.runtime.checkpoint.load import load_checkpoint
+from shardwright.runtime.checkpoint.merged import merge_state_dicts
 from shardwright.runtime.checkpoint.save import save_checkpoint
+from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, UsageError
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.loss_scaling import LossScaler
@@ -60,7 +63,7 @@ def train_rank(rank, files, config, accumulate, poisoned_rank, factory):
         scaler.scale(module(*last)).backward()
 
     poisoned = (module.layers[0].weight, 3) if rank == poisoned_rank else None
-    return loss_scaling.train(module, optimizer, scaler, backward, poisoned)
+    return {**loss_scaling.train(module, optimizer, scaler, backward, poisoned), "state": module.state_dict()}
 
 
 def check(files, tp, options, *, accumulate=1, poisoned_rank=1, num_units=2, factory=adamw):
@@ -98,6 +101,21 @@ def test_with_split_optimizer_state(tmp_path, options):
 def test_an_optimizer_that_needs_whole_tensors_of_cut_parameters(tmp_path, options):
     files = write_files(tmp_path / "mlp", make_model(), dp=1, tp=2)
     check(files, 2, options, factory=Muonlike)
+
+
+@pytest.mark.parametrize(("policy", "plan_ngpus"), [("dp", 1), ("tp", 2)])
+def test_with_parameters_in_pieces(tmp_path, policy, plan_ngpus):
+    """ZeRO-3: the gradient that overflows is of a piece, which one rank has."""
+    config = {"plan_ngpus": plan_ngpus, "runtime_ngpus": 2 * plan_ngpus, "use_zero": 3}
+    x, target = make_batch(0)
+    files = compile_into(tmp_path, make_model(), {"x": x, "target": target}, policy, ComputeConfig.of(config))
+    results = run_ranks(2 * plan_ngpus, train_rank, files, config, 2, 1, adamw)
+    expected = reference(2, 2, 3)
+    for record in results:
+        assert_same_course(record, expected)
+    merged, _ = merge_state_dicts([record["state"] for record in results])
+    for name, wanted in expected["parameters"].items():
+        torch.testing.assert_close(merged[name], wanted, rtol=1e-12, atol=1e-13, msg=name)
 
 
 def train_pipe(rank, files, config, steps=range(STEPS), folder=None):

@@ -1,7 +1,7 @@
 """Directories of generated files: where they are, what they were made from, and how they change.
 
 A directory is recognised by content. Its manifest holds the key of the request it was made for: the digest of the freshly
-traced graph, the config, the policy, and the versions of shardwright and torch. An edited model has another digest, so it is
+traced graph, the config, the policy, the files its options name, and the versions of shardwright and torch. An edited model has another digest, so it is
 never served code of what it was. Initial weights are outside the key; their files have digests of their own.
 
 A directory changes as a whole: everything is written beside it, checked, and swapped in. A compile that fails, or a
@@ -18,7 +18,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +72,16 @@ def read_plan(directory: Path) -> Plan:
 
 @dataclass(frozen=True)
 class Request:
-    """What a compile is recognised by. ``graph``: the digest of the graph as traced. ``policy``: its name or import path."""
+    """What a compile is recognised by. ``graph``: the digest of the graph as traced. ``policy``: its name or import path.
+    ``files``: those that options of the policy name, to the digests of their contents.
+    """
 
     graph: str
     config: ComputeConfig
     policy: str
     shardwright_version: str
     torch_version: str = str(torch.__version__)
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def key(self) -> str:
         """One digest of all of it."""
@@ -91,6 +94,7 @@ class Request:
             "policy": self.policy,
             "shardwright_version": self.shardwright_version,
             "torch_version": self.torch_version,
+            **({"files": dict(self.files)} if self.files else {}),
         }
 
     def differences(self, made_for: Mapping[str, Any]) -> str:
@@ -104,6 +108,9 @@ class Request:
             mine = self.to_json()[name]
             if made_for.get(name) != mine:
                 words.append(f"{name} is {mine!r}, was {made_for.get(name)!r}")
+        files = made_for.get("files", {})
+        changed = [name for name in (*self.files, *files) if self.files.get(name) != files.get(name)]
+        words += [f"the file {name} has changed" for name in dict.fromkeys(changed)]
         return "; ".join(words)
 
 

@@ -74,7 +74,8 @@ def generate(order: Order) -> Generated:
             graph = manager.run(FunctionPass("fold", fold_constants), graph)
         weights, constants = initial_values(graph, module)
         tensors = {WEIGHTS_FILE: weights, CONSTANTS_FILE: constants}
-        request = Request(digest(graph), order.config, order.policy.name, __version__)
+        files = {str(path): sha256(path.read_bytes()) for path in order.policy.files(order.config)}
+        request = Request(digest(graph), order.config, order.policy.name, __version__, files=files)
         with directory_lock(order.directory):
             return _make_or_find(order, graph, request, tensors, manager)
 

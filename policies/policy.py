@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwright.compiler.plan.builder import PlannableGraph
@@ -23,19 +24,25 @@ class NoOptions:
     """The options of a policy that takes none."""
 
 
+def _no_files(config: ComputeConfig) -> Sequence[Path]:
+    return ()
+
+
 @dataclass(frozen=True)
 class Policy:
     """A policy under the name it is asked for.
 
     ``options`` is the dataclass of what it reads from ``pas_config``; ``None``: the function reads ``pas_config`` itself.
     ``built_in``: it belongs to shardwright, so that its name and the version say what it does. A user's own may change
-    between two calls, and is run again where a built-in one's stored plan would do.
+    between two calls, and is run again where a built-in one's stored plan would do. ``files``: those that its options name
+    and that exist; what is in them is part of what a compile is recognised by.
     """
 
     name: str
     apply: PolicyFunction
     options: type[Any] | None = None
     built_in: bool = False
+    files: Callable[[ComputeConfig], Sequence[Path]] = _no_files
 
     def check(self, config: ComputeConfig) -> None:
         """Raise a :class:`ConfigError` if ``pas_config`` is not what the policy takes."""

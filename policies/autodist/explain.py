@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from shardwright.compiler.cost.hardware import Hardware, Link, Tier
+from shardwright.compiler.cost.operator_file import load_times
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.check import ops_of, suggestion
 from shardwright.compiler.plan.plan import Plan
@@ -179,7 +180,7 @@ def _placement_s(request: Request, pin: Mapping[str, Mapping[str, str]]) -> floa
 
 
 def _placer(request: Request) -> Placer:
-    return Placer(request.graph, request.config, request.options, request.hardware)
+    return Placer(request.graph, request.config, request.options, request.hardware, load_times(request.options.hardware))
 
 
 def _same_shape(request: Request) -> AutodistOptions:

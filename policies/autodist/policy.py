@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardwright.compiler.cost.hardware import Hardware, load_hardware
+from shardwright.compiler.cost.operator_file import load_times, times_file
+from shardwright.compiler.cost.operators import OperatorTimes
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.named import split_dim_names
@@ -99,15 +101,16 @@ def settled(found: Found, config: ComputeConfig, hardware: Hardware) -> Plan:
 
 
 def search(graph: PlannableGraph, config: ComputeConfig, options: AutodistOptions, hardware: Hardware) -> Found:
-    """What a search with these options finds.
+    """What a search with these options finds, with the times of operators measured on the machine if there are any.
 
     Raises:
-        ConfigError: options that contradict each other or the config.
+        ConfigError: options that contradict each other or the config; a file of times that is none.
         PlanError: constraints or stages that the model does not have.
     """
     space = _space(graph, config, options, hardware)
-    placer = Placer(graph, config, options, hardware)
-    return Search(graph, config, hardware, space, placer, time_limit_s=options.time_limit_s).run()
+    times = load_times(options.hardware)
+    placer = Placer(graph, config, options, hardware, times)
+    return Search(graph, config, hardware, space, placer, times=times, time_limit_s=options.time_limit_s).run()
 
 
 def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificate:
@@ -216,8 +219,15 @@ def _check(config: ComputeConfig, options: AutodistOptions) -> None:
 class Placer:
     """Places the model, keeping what does not change between the wishes for one mesh."""
 
-    def __init__(self, graph: PlannableGraph, config: ComputeConfig, options: AutodistOptions, hardware: Hardware) -> None:
-        self.graph, self.config, self.options, self.hardware = graph, config, options, hardware
+    def __init__(
+        self,
+        graph: PlannableGraph,
+        config: ComputeConfig,
+        options: AutodistOptions,
+        hardware: Hardware,
+        times: OperatorTimes | None = None,
+    ) -> None:
+        self.graph, self.config, self.options, self.hardware, self.times = graph, config, options, hardware, times
         self._deadline = time.monotonic() + options.time_limit_s
         self._pricings: dict[Mesh, Pricing] = {}
 
@@ -236,6 +246,7 @@ class Placer:
             outputs=output_wishes(self.graph, self.config),
             recompute=wish.recompute,
             in_flight=wish.in_flight,
+            times=self.times,
         )
 
     def __call__(self, wish: Wish) -> Placed:
@@ -289,4 +300,13 @@ def _with_evaluation(best: Placement, body: IRGraph) -> Plan:
     return replace(plan, strategies={**found.plan.strategies, **plan.strategies})
 
 
-POLICY = Policy("autodist", apply, AutodistOptions, built_in=True)
+def files(config: ComputeConfig) -> list[Path]:
+    """The files that the options name: of the machine, of times measured on it, of a plan."""
+    options = read_options(AutodistOptions, config.pas_config, policy="autodist")
+    measured = times_file(options.hardware)
+    named = [Path(options.hardware), measured] if measured is not None else []
+    named += [Path(options.load_plan)] if options.load_plan is not None else []
+    return [path for path in named if path is not None and path.is_file()]
+
+
+POLICY = Policy("autodist", apply, AutodistOptions, built_in=True, files=files)

@@ -1,6 +1,7 @@
 """parallelize in one process: what it makes, finds, refuses and leaves alone. Ranks are threads."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from torch import nn
 import shardwright
 from shardwright.compiler import cache
 from shardwright.compiler.api import parallelize
+from shardwright.compiler.cost.hardware import load_hardware
+from shardwright.compiler.cost.operator_file import dumps_times
+from shardwright.compiler.cost.operators import OperatorTimes
 from shardwright.runtime.errors import ConfigError, DistributedError, LoadError, PlanError, TraceError
 from shardwright.runtime.manifest import Manifest, accept
 from shardwright.runtime.module import ParallelModule
@@ -196,6 +200,27 @@ def test_another_config_or_policy_is_named(tmp_path):
     compile_net(tmp_path)
     text = refusal(ConfigError, lambda: compile_net(tmp_path, policy="data", fields={"seed": 5}))
     assert "\n  why:   seed is 5, was 0; policy is 'data', was 'tp'\n" in text
+
+
+def test_another_machine_of_the_same_name_is_noticed(tmp_path):
+    """What a file named by an option says is part of the request."""
+    machine, savedir = tmp_path / "own.json", tmp_path / "files"
+    fields = {"pas_config": {"hardware": str(machine), "mesh": {"tp": 2}}}
+
+    def describe(num_bytes):
+        hardware = load_hardware("cpu", 2)
+        machine.write_text(replace(hardware, device=replace(hardware.device, memory_bytes=num_bytes)).dumps())
+
+    describe(1e9)
+    before = snapshot(compile_net(savedir, policy="autodist", fields=fields))
+    assert snapshot(compile_net(savedir, policy="autodist", fields=fields)) == before
+    describe(2e9)
+    text = refusal(ConfigError, lambda: compile_net(savedir, policy="autodist", fields=fields))
+    assert f"\n  why:   the file {machine} has changed\n" in text
+    compile_net(savedir, policy="autodist", fields=fields, reuse="moo")
+    (tmp_path / "own.operators.json").write_text(dumps_times(OperatorTimes()))
+    text = refusal(ConfigError, lambda: compile_net(savedir, policy="autodist", fields=fields))
+    assert f"\n  why:   the file {machine.with_suffix('.operators.json')} has changed\n" in text
 
 
 def test_moo_keeps_what_matches(tmp_path):

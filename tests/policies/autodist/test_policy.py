@@ -15,8 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.hardware import load_hardware
+from shardwright.compiler.cost.local import local_call
+from shardwright.compiler.cost.operator_file import dumps_times
+from shardwright.compiler.cost.operators import OperatorTimes, OpTime, call_key
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.program import Compute, Program
 from shardwright.compiler.trace import trace
 from shardwright.compiler.verification.verify import verify
 from shardwright.policies.registry import find_policy
@@ -79,6 +83,27 @@ def test_a_plan_can_be_saved_and_used_again(tmp_path: Path) -> None:
     made = plan_of(graph, 2, mesh={"tp": 2}, save_plan_path=path)
     used = plan_of(graph, 2, load_plan_path=path)
     assert used.strategies == made.strategies and used.stored == made.stored
+
+
+def test_times_measured_on_the_machine_are_used(tmp_path: Path) -> None:
+    graph, config = traced("mlp"), config_of(2)
+    machine = tmp_path / "own.json"
+    machine.write_text(load_hardware("cpu", 2).dumps())
+    hardware = load_hardware(str(machine), 2)
+    options = {"hardware": str(machine), "mesh": {"tp": 2}}
+    estimated = plan_of(graph, 2, **options)
+    program = compile_graph(graph, lambda g, c: estimated, config).program
+    assert isinstance(program, Program)
+    computed = [i for i in program.body if isinstance(i, Compute)]
+    times = OperatorTimes(
+        {call_key(local_call(i.original, i.assignment, estimated.mesh)): OpTime(1e-9, 1e-9) for i in computed}
+    )
+    (tmp_path / "own.operators.json").write_text(dumps_times(times))
+    measured = plan_of(graph, 2, **options)
+    assert estimated.certificate is not None and measured.certificate is not None
+    assert measured.certificate.cost_s < 0.9 * estimated.certificate.cost_s
+    cost = audit(compile_graph(graph, lambda g, c: measured, config).program, config, hardware, times=times)
+    assert measured.certificate.cost_s == pytest.approx(cost.step_s, rel=1e-9)
 
 
 def wide_llama(num_layers: int) -> IRGraph:

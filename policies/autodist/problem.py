@@ -405,12 +405,12 @@ class _Builder:
         layouts = used((*wanted, *fixed, *maker.gives.tolist()))
         given = tuple((reader.node, reader.wants) for reader in readers if reader.node is not None)
         prices = self._prices(kind, maker, tuple((layout,) for layout in layouts), ("relay", layouts))
-        relay = Maker(len(self.nodes), np.array(layouts), ("relay", layouts))
-        cost = prices[0] if maker.node is None else np.zeros(len(layouts))
-        if fixed:
-            cost = cost + self._prices(kind, relay, (fixed,), ("fixed", fixed))[:, 0]
         node = RelayNode(value, kind, layouts, (maker.node, maker.gives), given, fixed)
+        cost = prices[0] if maker.node is None else np.zeros(len(layouts))
         index = self._add(node, cost, self._home(maker, readers))
+        relay = Maker(index, np.array(layouts), ("relay", layouts))
+        if fixed:
+            self.costs[index] = cost + self._prices(kind, relay, (fixed,), ("fixed", fixed))[:, 0]
         if maker.node is not None:
             self.edges.append((maker.node, index, prices))
         for reader in readers:

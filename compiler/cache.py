@@ -1,8 +1,9 @@
 """Directories of generated files: where they are, what they were made from, and how they change.
 
 A directory is recognised by content. Its manifest holds the key of the request it was made for: the digest of the freshly
-traced graph, the config, the policy, the files its options name, and the versions of shardwright and torch. An edited model has another digest, so it is
-never served code of what it was. Initial weights are outside the key; their files have digests of their own.
+traced graph, the config, the policy, the files its options name, and the versions of shardwright and torch. An edited model
+has another digest, so it is never served code of what it was. Initial weights are outside the key; their files have digests
+of their own.
 
 A directory changes as a whole: everything is written beside it, checked, and swapped in. A compile that fails, or a
 process that is killed, leaves what was there.

@@ -310,8 +310,9 @@ with Adam.""",
 
     shardwright profile my_models:make_llama --policy tp --plan-ngpus 8 --hardware laptop.json
 
-Writes laptop.operators.json: seconds by operator, local shapes, dtypes and attributes. simulate, plan, explain and
-policy 'autodist' use them in the place of estimates where the hardware is laptop.json. Calls measured before are kept; --again measures them anew.""",
+Writes laptop.operators.json: seconds by operator, local shapes, dtypes and attributes. simulate, plan, explain and policy
+'autodist' use them in the place of estimates where the hardware is laptop.json.
+Calls measured before are kept; --again measures them anew.""",
     ),
     "diff": (
         _add_diff,

@@ -11,7 +11,7 @@ from shardwright.compiler.cost.local import local_bytes
 from shardwright.compiler.cost.memory import OptimizerMemory, RankMemory
 from shardwright.compiler.cost.operators import OperatorTimes
 from shardwright.compiler.cost.plan_cost import Activity, PlanCost, RankCost
-from shardwright.compiler.cost.reduction import ADDITION_PASSES, Reduction
+from shardwright.compiler.cost.reduction import Reduction, accumulation_s
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.plan.pipeline import Crossing, PipelineProgram
 from shardwright.compiler.plan.program import Program
@@ -40,7 +40,7 @@ def pipeline_cost(
         body_time(stage_program, hardware, stage.ranks, times, unit_size=config.plan_ngpus)
         for stage_program, stage in zip(program.programs, plan.stages, strict=True)
     ]
-    accumulated = [accumulation_s(stage_program, plan.num_microbatches, hardware) for stage_program in program.programs]
+    accumulated = [addition_s(stage_program, plan.num_microbatches, hardware) for stage_program in program.programs]
     transfers = transfer_seconds(program, hardware)
     stages = [stage_times(body, more) for body, more in zip(bodies, accumulated, strict=True)]
     line = simulate(schedule, stages, transfers, dataflow_of(program, schedule.num_stages))
@@ -94,17 +94,17 @@ def holders_elsewhere(program: PipelineProgram, ranks: tuple[int, ...]) -> dict[
     return found
 
 
-def stage_times(body: BodyTime, accumulation_s: float) -> StageTimes:
+def stage_times(body: BodyTime, added_s: float) -> StageTimes:
     """One microbatch. A region is computed again when the gradients of the inputs are."""
-    return StageTimes(body.forward_s, body.backward_s - body.weight_s, body.weight_s + accumulation_s)
+    return StageTimes(body.forward_s, body.backward_s - body.weight_s, body.weight_s + added_s)
 
 
-def accumulation_s(program: Program, num_microbatches: int, hardware: Hardware) -> float:
+def addition_s(program: Program, num_microbatches: int, hardware: Hardware) -> float:
     """Seconds of adding to the gradients of a stage, spread over all microbatches although the first adds to nothing."""
     mesh = program.plan.storage_mesh
     parameters = [d for d in program.declarations if d.value.kind is ValueKind.PARAMETER and d.value.requires_grad]
-    num_bytes = sum(local_bytes(d.layout, d.value.dtype, mesh) for d in parameters)
-    return hardware.device.memory_s(ADDITION_PASSES * num_bytes) * (num_microbatches - 1) / num_microbatches
+    sizes = [local_bytes(d.layout, d.value.dtype, mesh) for d in parameters]
+    return accumulation_s(sizes, num_microbatches, hardware) / num_microbatches
 
 
 def transfer_seconds(program: PipelineProgram, hardware: Hardware) -> dict[tuple[int, int], float]:

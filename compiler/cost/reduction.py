@@ -94,9 +94,37 @@ class Reduction:
                 for collective in _collectives(config, num_microbatches)
             )  # fmt: skip
             step_s += update_s(declaration, mesh, config, hardware, optimizer)
-        more = 0 if config.use_zero == 2 else num_microbatches - 1
-        accumulation_s = more * hardware.device.memory_s(ADDITION_PASSES * sum(sizes.values()))
-        return cls(seconds, sizes, axes, step_s, bucket_bytes, accumulation_s)
+        added_s = 0.0 if config.use_zero == 2 else accumulation_s(sizes.values(), num_microbatches, hardware)
+        return cls(seconds, sizes, axes, step_s, bucket_bytes, added_s)
+
+
+def accumulation_s(sizes: Iterable[int], num_microbatches: int, hardware: Hardware) -> float:
+    """Seconds per step of adding to gradients of these sizes, in bytes: each microbatch but the first does."""
+    return (num_microbatches - 1) * sum(hardware.device.memory_s(ADDITION_PASSES * size) for size in sizes)
+
+
+def parameter_s(
+    declaration: Declaration,
+    mesh: Mesh,
+    config: ComputeConfig,
+    hardware: Hardware,
+    optimizer: OptimizerMemory,
+    ranks: tuple[int, ...],
+    num_microbatches: int,
+) -> tuple[float, float]:
+    """What the gradient and the update of one parameter take: seconds of each microbatch, and of the end of the step.
+
+    ``ranks``: of the unit; fewer than the unit has are those of a pipeline stage, which adds up gradients whatever ZeRO does
+    with them at the end.
+    """
+    staged = len(ranks) < config.plan_ngpus
+    found = Reduction.of(
+        [declaration], mesh, config, hardware, optimizer, ranks, num_microbatches=1 if staged else num_microbatches
+    )
+    added_s = found.accumulation_s
+    if staged:
+        added_s = accumulation_s(found.num_bytes.values(), num_microbatches, hardware)
+    return added_s / num_microbatches, found.total_s + found.optimizer_s
 
 
 def update_s(

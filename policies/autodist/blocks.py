@@ -12,7 +12,7 @@ from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.local import local_bytes
 from shardwright.compiler.cost.memory import ADAM, OptimizerMemory, num_shards
 from shardwright.compiler.cost.operators import OperatorTimes, OpTime, op_time
-from shardwright.compiler.cost.reduction import Reduction
+from shardwright.compiler.cost.reduction import parameter_s
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.passes.stages import from_nothing
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
@@ -25,13 +25,16 @@ from shardwright.runtime.layout import Layout, Mesh
 
 @dataclass(frozen=True)
 class Setting:
-    """What costs depend on besides the program. ``ranks``: the unit's ranks that the mesh lies on."""
+    """What costs depend on besides the program. ``ranks``: the unit's ranks that the mesh lies on. ``num_microbatches``: of a
+    step.
+    """
 
     hardware: Hardware
     config: ComputeConfig
     ranks: tuple[int, ...]
     optimizer: OptimizerMemory = ADAM
     times: OperatorTimes | None = None
+    num_microbatches: int = 1
 
 
 MAX_WAYS = 8
@@ -78,7 +81,7 @@ def block_costs(
         time = walk.time_of(instruction)
         forward[place] += time.forward_s
         backward[place] += time.backward_s
-    held, once = walk.parameters()
+    held, added, once = walk.parameters()
     kept = walk.kept()
 
     def again(chosen: Iterable[Part]) -> Again:
@@ -96,7 +99,7 @@ def block_costs(
         blocks.append(
             Block(
                 sum(forward[start:stop]),
-                sum(backward[start:stop]) + fixed.time_s,
+                sum(backward[start:stop]) + fixed.time_s + added[block],
                 once[block],
                 held[block],
                 kept.first(start, stop) - fixed.saved_bytes,
@@ -211,10 +214,12 @@ class _Walk:
         again = instruction.gathers_weight and value.requires_grad  # gathered once more in the backward
         return replace(time, backward_s=time.backward_s + time.forward_s) if again else time
 
-    def parameters(self) -> tuple[list[float], list[float]]:
-        """By block: bytes of parameters, gradients and optimizer state; seconds of reductions and updates, once per step."""
+    def parameters(self) -> tuple[list[float], list[float], list[float]]:
+        """By block: bytes of parameters, gradients and optimizer state; seconds of adding to gradients, by microbatch; and of
+        reductions and updates, once per step.
+        """
         setting, config = self.setting, self.setting.config
-        held, once = [0.0] * len(self.starts), [0.0] * len(self.starts)
+        held, added, once = ([0.0] * len(self.starts) for _ in range(3))
         home = self._first_uses()
         for declaration in self.program.declarations:
             value, layout, block = declaration.value, declaration.layout, home.get(declaration.value.name, 0)
@@ -224,11 +229,13 @@ class _Walk:
                 num_elements = num_bytes / value.dtype.itemsize
                 held[block] += num_elements * setting.optimizer.gradient_bytes(value.dtype.itemsize)
                 held[block] += num_elements * setting.optimizer.kept_bytes / num_shards(layout, self.storage_mesh, config)
-                found = Reduction.of(
-                    [declaration], self.storage_mesh, config, setting.hardware, setting.optimizer, setting.ranks
-                )
-                once[block] += found.total_s + found.optimizer_s
-        return held, once
+                each_s, once_s = parameter_s(
+                    declaration, self.storage_mesh, config, setting.hardware, setting.optimizer, setting.ranks,
+                    setting.num_microbatches,
+                )  # fmt: skip
+                added[block] += each_s
+                once[block] += once_s
+        return held, added, once
 
     def transfer_s(self, num_bytes: float) -> float:
         """Seconds of a message between neighbouring stages, there and back."""

@@ -30,7 +30,7 @@ import numpy as np
 from shardwright.compiler.cost.adapters import step_time
 from shardwright.compiler.cost.local import local_bytes
 from shardwright.compiler.cost.memory import num_shards
-from shardwright.compiler.cost.reduction import Reduction
+from shardwright.compiler.cost.reduction import parameter_s
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue, ValueKind
@@ -266,7 +266,7 @@ class _Builder:
         return found
 
     def _storage(self, value: IRValue, candidates: Sequence[int], readers: Sequence[Reader]) -> tuple[Seconds, Seconds]:
-        """Seconds per step of the gradient's reduction and the optimizer, and bytes held, for every way to store a tensor. With
+        """Seconds per step of the gradient's sums and the optimizer, and bytes held, for every way to store a tensor. With
         ZeRO-3 also of gathering it from where it is stored, once for every place that reads it.
         """
         request, config = self.request, self.request.config
@@ -282,8 +282,10 @@ class _Builder:
             num_bytes = local_bytes(layout, value.dtype, mesh)
             held[index] = num_bytes
             if trained:
-                found = Reduction.of([declaration], mesh, config, request.hardware, request.optimizer, request.ranks)
-                cost[index] += found.total_s + found.optimizer_s
+                each_s, once_s = parameter_s(
+                    declaration, mesh, config, request.hardware, request.optimizer, request.ranks, request.microbatches
+                )
+                cost[index] += request.microbatches * each_s + once_s
                 state = request.optimizer.kept_bytes / num_shards(layout, mesh, config)
                 held[index] += num_bytes / item * (request.optimizer.gradient_bytes(item) + state)
         return cost, held

@@ -228,7 +228,8 @@ class Search:
                 continue
             seen.append(placed.plan)
             title = _title(num_positions, placed.plan.mesh)  # its axes may have better names by now
-            setting = Setting(self.hardware, self.config, tuple(range(mesh.size)), self.optimizer, self.times)
+            ranks = tuple(range(mesh.size))
+            setting = Setting(self.hardware, self.config, ranks, self.optimizer, self.times, space.num_microbatches)
             program = lower(self.graph, placed.plan)
             tried = [
                 self._try(Attempt(_paced(title, pace), placed, program, setting, num_positions, pace), space.memory_bytes)

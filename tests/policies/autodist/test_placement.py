@@ -98,6 +98,15 @@ def test_units_and_zero_are_in_the_cost() -> None:
     assert math.isclose(found.cost_s, audited_s(wanted.graph, found.plan, wanted), rel_tol=1e-12)
 
 
+@pytest.mark.parametrize("use_zero", [0, 1, 2])
+def test_adding_up_gradients_is_in_the_cost(use_zero: int) -> None:
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=4, use_zero=use_zero)
+    wanted = replace(request(zoo_graph("mlp"), mesh_of("2"), planning.slow_machine(4), config=config), microbatches=3)
+    found = placed(wanted)
+    cost = audit(lower(wanted.graph, found.plan), config, wanted.hardware, num_microbatches=3)
+    assert math.isclose(found.cost_s, cost.step_s, rel_tol=1e-12)
+
+
 # -------------------------------------------------------------------------------------------------------- optimum
 
 

@@ -64,13 +64,16 @@ def test_models_train_like_one_device(name: str, num_ranks: int, options: dict[s
     check(name, num_ranks, **options)
 
 
-def test_the_certificate_states_the_audited_cost() -> None:
+@pytest.mark.parametrize("update_freq", [1, 3])
+def test_the_certificate_states_the_audited_cost(update_freq: int) -> None:
+    """Adding to the gradients of earlier microbatches included."""
     graph = traced("gpt2")
-    plan = plan_of(graph, 4)
+    plan = plan_of(graph, 4, update_freq=update_freq)
     assert plan.certificate is not None
     hardware = load_hardware("a100-80gb", 4)
     config = config_of(4)
-    cost = audit(compile_graph(graph, lambda g, c: plan, config).program, config, hardware)
+    program = compile_graph(graph, lambda g, c: plan, config).program
+    cost = audit(program, config, hardware, num_microbatches=update_freq)
     assert plan.certificate.cost_s == pytest.approx(cost.step_s, rel=1e-9)
     assert 0 < plan.certificate.bound_s <= plan.certificate.cost_s
     assert len(plan.certificate.found) == 2, "a line for every mesh"

@@ -39,7 +39,7 @@ def measured_peaks(
             samples = [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()} for s in samples]
             live.watch([*part.parameters(), *part.buffers()])
             peaks = []
-            for _ in range(4):
+            for _ in range(8):
                 live.restart()
                 part.train_step(samples)
                 optimizer.step()

@@ -39,8 +39,8 @@ from shardwright.policies.autodist.explain import (
     levers,
     side_by_side,
 )
+from shardwright.policies.autodist.found import Found
 from shardwright.policies.autodist.policy import AutodistOptions, search, settled
-from shardwright.policies.autodist.search import Found
 from shardwright.policies.policy import read_options
 from shardwright.policies.saved import read_plan_file
 from shardwright.runtime.config import ComputeConfig

@@ -92,6 +92,13 @@ def layer_parts(graph: IRGraph, starts: Sequence[int], layers: Mapping[int, str]
     return found
 
 
+def layer_list(path: str) -> str:
+    """``model.layers`` of ``model.layers.3`` and what is inside of it."""
+    found = container_of(path)
+    assert found is not None
+    return found[0]
+
+
 def _layer(module_path: str) -> str | None:
     """The outermost numbered module of a path: ``model.layers.3`` of ``model.layers.3.mlp``."""
     found = container_of(module_path)

@@ -19,11 +19,13 @@ from shardwright.compiler.schedule.generate import SCHEDULES
 from shardwright.policies.autodist.candidates import divisors, meshes, named
 from shardwright.policies.autodist.constraints import Constraints
 from shardwright.policies.autodist.formulation import Node, OpNode
+from shardwright.policies.autodist.found import Candidate, Found
 from shardwright.policies.autodist.placement import Placement, place
 from shardwright.policies.autodist.problem import Pricing, formulate
 from shardwright.policies.autodist.request import PlacementRequest
-from shardwright.policies.autodist.search import Candidate, Found, Placed, Search, Space, Wish
+from shardwright.policies.autodist.search import Search
 from shardwright.policies.autodist.solver.problem import Infeasible
+from shardwright.policies.autodist.space import Placed, Space, Wish
 from shardwright.policies.partition import starts_at
 from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.saved import SavedOptions, load_plan

@@ -17,7 +17,9 @@ from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.verification.verify import verify
 from shardwright.policies.autodist.candidates import divisors, meshes, named, paces, renamed
-from shardwright.policies.autodist.search import Found, Placed, Search, Space, Wish
+from shardwright.policies.autodist.found import Found
+from shardwright.policies.autodist.search import Search
+from shardwright.policies.autodist.space import Placed, Space, Wish
 from shardwright.policies.choice import choose_dims
 from shardwright.policies.data import batch_classes
 from shardwright.policies.splits import split_dims

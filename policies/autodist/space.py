@@ -1,0 +1,59 @@
+"""What is searched, and what a placement is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwright.compiler.plan.plan import Plan
+from shardwright.runtime.layout import Mesh
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The best placement of the whole model on one mesh. ``bound_s``: no placement on it takes less per step, for the reason
+    ``proof``, of those in ``space``.
+    """
+
+    plan: Plan
+    bound_s: float
+    proof: str
+    space: str
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be placed: the whole model on a mesh over the first ranks of the unit.
+
+    ``memory_bytes``: what all of it may take on a rank, with ``in_flight`` microbatches' activations; those of ``recompute``
+    are computed again.
+    """
+
+    mesh: Mesh
+    num_microbatches: int
+    memory_bytes: float | None = None
+    in_flight: int = 1
+    recompute: tuple[str, ...] = ()
+
+
+Placer = Callable[[Wish], Placed]
+"""Raises :class:`PlanError` if nothing is allowed, or nothing fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What is searched. ``None`` leaves a choice to the search.
+
+    ``num_positions``: pipeline positions; 1 is no pipeline. ``meshes``: of the ranks of one position, by their number.
+    ``recompute``: module paths computed again, whatever the memory; ``None``: layers, as few as memory asks for.
+    """
+
+    meshes: Mapping[int, Sequence[Mesh]]
+    num_microbatches: int
+    num_positions: int | None = None
+    schedules: Sequence[str] = ("1f1b",)
+    chunks: int | None = None
+    stage_starts: Sequence[str] | None = None
+    recompute: Sequence[str] | None = None
+    memory_bytes: float = float("inf")
+    audits: int = 6

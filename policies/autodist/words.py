@@ -1,0 +1,35 @@
+"""What a search calls its candidates, and its reasons against them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from shardwright.policies.autodist.candidates import Pace
+from shardwright.policies.autodist.chain import Part
+from shardwright.runtime.layout import Mesh
+
+
+def mesh_title(num_positions: int, mesh: Mesh) -> str:
+    """``pp=2 x tp=4``; ``one rank``."""
+    sizes = [f"pp={num_positions}"] * (num_positions > 1) + [str(mesh)] * (mesh.size > 1)
+    return " x ".join(sizes) or "one rank"
+
+
+def paced_title(title: str, pace: Pace) -> str:
+    """With the schedule and its chunks: ``pp=2 x tp=4, 1f1b_interleaved x2``."""
+    return f"{title}, {pace.schedule}" + (f" x{pace.chunks}" if pace.chunks > 1 else "") if pace.schedule else title
+
+
+def too_large(needed_bytes: float, limit_bytes: float) -> str:
+    """Why nothing fits. ``needed_bytes``: infinite where there are fewer blocks than stages."""
+    if needed_bytes == float("inf"):
+        return "the model cannot be cut into so many stages"
+    return f"it needs {needed_bytes / 1e9:.2f} GB on a device, and {limit_bytes / 1e9:.2f} GB are allowed"
+
+
+def again_in_words(chosen: Sequence[Sequence[Part]], layers: Mapping[int, str]) -> str:
+    """``, 3 of 8 layers computed again``, and of how many some modules."""
+    whole = sum(1 for parts in chosen if any(part.path in layers.values() for part in parts))
+    words = [f"{whole} of {len(layers)} layers"] if whole else []
+    words += [f"parts of {len(chosen) - whole}"] if len(chosen) > whole else []
+    return f", {' and '.join(words)}{'' if whole else f' of {len(layers)} layers'} computed again" if words else ""

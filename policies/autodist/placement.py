@@ -17,7 +17,8 @@ from shardwright.compiler.ops.strategy import Assignment
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.formulation import Formulation, OpNode, StoreNode
-from shardwright.policies.autodist.problem import Pricing, formulate
+from shardwright.policies.autodist.pricing import Pricing
+from shardwright.policies.autodist.problem import formulate
 from shardwright.policies.autodist.request import PlacementRequest
 from shardwright.policies.autodist.solver.problem import Infeasible, Problem, Solution
 from shardwright.policies.autodist.solver.solve import solve

@@ -21,7 +21,8 @@ from shardwright.policies.autodist.constraints import Constraints
 from shardwright.policies.autodist.formulation import Node, OpNode
 from shardwright.policies.autodist.found import Candidate, Found
 from shardwright.policies.autodist.placement import Placement, place
-from shardwright.policies.autodist.problem import Pricing, formulate
+from shardwright.policies.autodist.pricing import Pricing
+from shardwright.policies.autodist.problem import formulate
 from shardwright.policies.autodist.request import PlacementRequest
 from shardwright.policies.autodist.search import Search
 from shardwright.policies.autodist.solver.problem import Infeasible

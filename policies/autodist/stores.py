@@ -1,0 +1,113 @@
+"""How parameters, and buffers that operators update, may be held: layouts, what each costs per step, what it takes of memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from shardwright.compiler.cost.adapters import step_time
+from shardwright.compiler.cost.local import local_bytes
+from shardwright.compiler.cost.memory import num_shards
+from shardwright.compiler.cost.reduction import parameter_s
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.plan.conversion import convert
+from shardwright.compiler.plan.program import Declaration
+from shardwright.compiler.plan.zero import in_pieces, is_large, over_units, units_of_storage
+from shardwright.policies.autodist.copies import Maker, Reader
+from shardwright.policies.autodist.draft import Draft
+from shardwright.policies.autodist.formulation import StoreNode
+from shardwright.policies.autodist.strategies import Seconds, too_mixed, used
+from shardwright.runtime.layout import Layout, Mesh
+
+
+def add_sources(draft: Draft, graph: IRGraph, makers: dict[str, Maker], readers: Mapping[str, list[Reader]]) -> None:
+    """A node for every parameter and updated buffer that is read, with what it uses of the memory; everything else that comes
+    from outside is made in one given layout.
+    """
+    request = draft.request
+    updated = {op.operands[i].name for op in graph.ops if op.rule is not None for i in op.rule.updates}
+    for value in graph.sources:
+        layout = request.inputs.get(value.name) if value.kind is ValueKind.INPUT else None
+        stored = request.constraints.stored_layout(value.fqn) if value.fqn else None
+        chosen = value.kind is ValueKind.PARAMETER or value.name in updated
+        if not chosen or value.name not in readers:
+            given = draft.layout_id(stored or layout or Layout.whole(value.shape), value)
+            makers[value.name] = Maker(None, np.array([given]), given)
+            continue
+        own = readers[value.name]
+        candidates = (draft.layout_id(stored, value),) if stored is not None else _candidates(draft, value, own)
+        cost, held = _storage(draft, value, candidates, own)
+        index = draft.add(StoreNode(value, candidates), cost, draft.home_of(None, own))
+        draft.usage[index] = held
+        makers[value.name] = Maker(index, np.array(candidates), candidates)
+
+
+def _candidates(draft: Draft, value: IRValue, readers: Sequence[Reader]) -> tuple[int, ...]:
+    """The layouts a parameter may be held in: whole, as any reader uses it, and cut along any factor of its first reader
+    though that must have it whole.
+    """
+    pricing = draft.pricing
+    if value.kind is not ValueKind.PARAMETER:
+        return used(layout for reader in readers for wanted in reader.wants for layout in wanted)
+    first = draft.operators(readers)[0]
+    op = first.op
+    assert op.rule is not None
+    refs = op.rule.operands[op.operands.index(value)]
+    key = ("candidates", id(first.menu), op.operands.index(value), tuple(r.key for r in readers))
+    found = pricing.candidates.get(key)
+    if found is None:
+        letters = ["R", *(["G"] if value.requires_grad else [])]
+        words = [(letter, letter) for letter in letters]
+        words += [("S", f"split:{name}") for name in dict.fromkeys(ref.factor for dim in refs for ref in dim)]
+        placed = itertools.product(words, repeat=len(draft.request.mesh.names))
+        own = {pricing.menus.tensor(value, refs, op.rule, each) for each in placed if not too_mixed(each)}
+        wanted = {layout for reader in readers for wants in reader.wants for layout in wants}
+        found = pricing.candidates[key] = used(own | {w for w in wanted if not pricing.layouts[w].partial})
+    return found
+
+
+def _storage(draft: Draft, value: IRValue, candidates: Sequence[int], readers: Sequence[Reader]) -> tuple[Seconds, Seconds]:
+    """Seconds per step of the gradient's sums and the optimizer, and bytes held, for every way to store a tensor. With
+    ZeRO-3 also of gathering it from where it is stored, once for every place that reads it.
+    """
+    request, config = draft.request, draft.request.config
+    cost, held = np.zeros(len(candidates)), np.zeros(len(candidates))
+    trained = value.requires_grad and value.kind is ValueKind.PARAMETER
+    item = value.dtype.itemsize
+    for index, candidate in enumerate(candidates):
+        layout, mesh = draft.pricing.layouts[candidate], request.mesh
+        if config.use_zero == 3 and trained and is_large(value):
+            layout, mesh, gathered_s = _in_pieces(draft, value, layout, readers)
+            cost[index] += gathered_s
+        declaration = Declaration(value, layout)
+        num_bytes = local_bytes(layout, value.dtype, mesh)
+        held[index] = num_bytes
+        if trained:
+            each_s, once_s = parameter_s(
+                declaration, mesh, config, request.hardware, request.optimizer, request.ranks, request.microbatches
+            )
+            cost[index] += request.microbatches * each_s + once_s
+            state = request.optimizer.kept_bytes / num_shards(layout, mesh, config)
+            held[index] += num_bytes / item * (request.optimizer.gradient_bytes(item) + state)
+    return cost, held
+
+
+def _in_pieces(draft: Draft, value: IRValue, layout: Layout, readers: Sequence[Reader]) -> tuple[Layout, Mesh, float]:
+    """How ZeRO-3 stores a parameter that its readers have as ``layout``, on which mesh, and the seconds of gathering it."""
+    request = draft.request
+    zero = units_of_storage(request.config)
+    axes = [axis for axis in layout.grad_partial if request.mesh.axis_size(axis) > 1]
+    stored, mesh = in_pieces(layout, axes, request.mesh, zero), request.mesh.over_units(zero)
+    within = over_units(layout) if zero > 1 else layout
+    ranks = tuple(unit * request.config.plan_ngpus + rank for unit in range(zero) for rank in request.ranks)
+    seconds = 0.0
+    places = {(node.op.module_path, node.op.region): draft.forwards(node.op) for node in draft.operators(readers)}
+    for step in convert(stored, within, mesh):
+        time = step_time(step, value.dtype, mesh, ranks, request.hardware)
+        again = time.forward_s if step.kind == "all_gather" else 0.0
+        for forwards in places.values():
+            seconds += forwards * time.forward_s + request.microbatches * (time.backward_s + again)
+    return stored, mesh, seconds

@@ -1,0 +1,174 @@
+"""The adapters along every value, as costs between what makes it and what reads it.
+
+How a value is priced depends on its readers: :meth:`Values.add` says which of the methods below applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.plan.zero import is_large, units_of_storage
+from shardwright.policies.autodist.conversions import LayoutSet, ValueType, union
+from shardwright.policies.autodist.copies import Maker, Reader, layout_sets
+from shardwright.policies.autodist.draft import Draft
+from shardwright.policies.autodist.formulation import (
+    CopiesNode,
+    OpNode,
+    RelayNode,
+    SharedValue,
+    SharedWeight,
+    StoreNode,
+    WeightUse,
+)
+from shardwright.policies.autodist.strategies import Seconds, used
+
+
+@dataclass(eq=False)
+class Values:
+    """Adds values to a draft. ``shared_names``: values priced by shares. The rest is what the formulation has to know of them:
+    ``restricted``, names of values whose copies are told apart less; ``shared`` and ``weights``, with several readers and no
+    node of their own.
+    """
+
+    draft: Draft
+    shared_names: frozenset[str]
+    restricted: list[str] = field(default_factory=list)
+    shared: list[SharedValue] = field(default_factory=list)
+    weights: list[SharedWeight] = field(default_factory=list)
+
+    def add(self, value: IRValue, maker: Maker, readers: Sequence[Reader]) -> None:
+        """The adapters along one value."""
+        inside = [reader for reader in readers if reader.node is not None]
+        fixed = union(want for reader in readers if reader.node is None for want in reader.wants)
+        is_weight = value.kind is ValueKind.PARAMETER
+        microbatches = self.draft.request.microbatches
+        kind = ValueType(value.dtype, value.requires_grad, self._forwards(inside), microbatches, is_weight)
+        own = [reader for reader in inside if reader.node == maker.node]
+        if value.name in self.shared_names and len(set(maker.gives.tolist())) == 1:
+            self._share(value, kind, maker, inside, fixed)
+        elif len(inside) > 1 and is_weight and not fixed:
+            self._weight(kind, maker, inside)
+        elif len(inside) > 1 or own:
+            self._copies(value, kind, maker, inside, fixed)
+        elif inside:
+            self._edge(kind, maker, inside[0], fixed)
+        elif fixed and maker.node is not None:
+            self.draft.charge(maker.node, self._prices(kind, maker, (fixed,), ("fixed", fixed))[:, 0])
+
+    def _forwards(self, readers: Sequence[Reader]) -> int:
+        """Adapters belong to the region of the first operator that reads the value."""
+        first = next((self.draft.nodes[reader.node] for reader in readers if reader.node is not None), None)
+        return self.draft.forwards(first.op) if isinstance(first, OpNode) else self.draft.request.microbatches
+
+    def _prices(self, kind: ValueType, maker: Maker, sets: Sequence[LayoutSet], key: Hashable) -> Seconds:
+        """``[choices of the maker, sets]``."""
+        pricing = self.draft.pricing
+        seconds = pricing.adapters(kind, maker, sets, key)
+        return seconds + pricing.gathered_twice(kind, maker, sets, key) if self._is_over_units(maker) else seconds
+
+    def _is_over_units(self, maker: Maker) -> bool:
+        """Whether ZeRO-3 stores a parameter over several units."""
+        node = self.draft.nodes[maker.node] if maker.node is not None else None
+        return isinstance(node, StoreNode) and units_of_storage(self.draft.request.config) > 1 and is_large(node.value)
+
+    def _edge(self, kind: ValueType, maker: Maker, reader: Reader, fixed: LayoutSet) -> None:
+        """Between the maker of a value and its only reader."""
+        assert reader.node is not None
+        sets = tuple(union((fixed, want)) for want in reader.wants) if fixed else reader.wants
+        prices = self._prices(kind, maker, sets, ("edge", reader.key, fixed))
+        if not prices.any():
+            return
+        if maker.node is None:
+            self.draft.charge(reader.node, prices[0])
+        else:
+            self.draft.edges.append((maker.node, reader.node, prices))
+
+    def _copies(self, value: IRValue, kind: ValueType, maker: Maker, readers: list[Reader], fixed: LayoutSet) -> None:
+        """A node for the set of layouts that a value with several readers is needed in."""
+        draft, pricing = self.draft, self.draft.pricing
+        key = ("sets", fixed, tuple(reader.key for reader in readers))
+        if key not in pricing.sets:
+            pricing.sets[key] = layout_sets(readers, fixed)
+        possible = pricing.sets[key]
+        if possible is None:
+            self._relay(value, kind, maker, readers, fixed)
+            return
+        sets, complete = possible
+        if not complete:
+            self.restricted.append(value.name)
+        prices = self._prices(kind, maker, sets, key)
+        node = CopiesNode(value, sets, _wants(readers), fixed)
+        cost = prices[0] if maker.node is None else np.zeros(len(sets))
+        index = draft.add(node, cost, draft.home_of(maker, readers))
+        if maker.node is not None and prices.any():
+            draft.edges.append((maker.node, index, prices))
+        for reader in readers:
+            assert reader.node is not None
+            draft.edges.append((index, reader.node, pricing.has(sets, key, reader)))
+
+    def _relay(self, value: IRValue, kind: ValueType, maker: Maker, readers: list[Reader], fixed: LayoutSet) -> None:
+        """A node for the one copy from which all readers' are made. Of two readers it prices every tree there is; of more, all
+        but those in which two share another copy.
+        """
+        draft = self.draft
+        if len(readers) + bool(fixed) > 2:
+            self.restricted.append(value.name)
+        wanted = (layout for reader in readers for want in reader.wants for layout in want)
+        layouts = used((*wanted, *fixed, *maker.gives.tolist()))
+        prices = self._prices(kind, maker, tuple((layout,) for layout in layouts), ("relay", layouts))
+        node = RelayNode(value, kind, layouts, (maker.node, maker.gives), _wants(readers), fixed)
+        cost = prices[0] if maker.node is None else np.zeros(len(layouts))
+        index = draft.add(node, cost, draft.home_of(maker, readers))
+        relay = Maker(index, np.array(layouts), ("relay", layouts))
+        if fixed:
+            draft.charge(index, self._prices(kind, relay, (fixed,), ("fixed", fixed))[:, 0])
+        if maker.node is not None:
+            draft.edges.append((maker.node, index, prices))
+        for reader in readers:
+            assert reader.node is not None
+            draft.edges.append((index, reader.node, self._prices(kind, relay, reader.wants, reader.key)))
+
+    def _weight(self, kind: ValueType, maker: Maker, readers: list[Reader]) -> None:
+        """A parameter with several readers: each pays for itself what is gathered, and its share of what is not."""
+        assert maker.node is not None
+        operators = self.draft.operators(readers)
+        assert len(operators) == len(readers), "a parameter that more than operators read"
+        places = [(node.op.module_path, node.op.region) for node in operators]
+        arrays, gathers = self.draft.pricing.arrays, self.draft.pricing.conversions.gathers
+        uses = []
+        for reader, place in zip(readers, places, strict=True):
+            assert reader.node is not None
+            prices = self._prices(kind, maker, reader.wants, ("edge", reader.key, ()))
+            key = ("weight", kind, maker.key, reader.key, len(readers), places.count(place))
+            if key not in arrays:
+                gathered = {
+                    (source, want): any(gathers(kind, source, goal) for goal in want)
+                    for source in used(maker.gives)
+                    for want in set(reader.wants)
+                }
+                table = np.array([[gathered[source, want] for want in reader.wants] for source in maker.gives.tolist()])
+                arrays[key] = prices / np.where(table, places.count(place), len(readers))
+            paid = arrays[key]
+            self.draft.edges.append((maker.node, reader.node, paid))
+            uses.append(WeightUse(reader.node, reader.wants, place, paid))
+        self.weights.append(SharedWeight(kind, maker.node, tuple(uses)))
+
+    def _share(self, value: IRValue, kind: ValueType, maker: Maker, readers: list[Reader], fixed: LayoutSet) -> None:
+        """Every reader pays its share of the copy it wants."""
+        source = int(maker.gives[0])
+        outside = Maker(None, maker.gives[:1], source)
+        shares = []
+        for reader in readers:
+            assert reader.node is not None
+            share = self._prices(kind, outside, reader.wants, reader.key)[0] / len(readers)
+            self.draft.charge(reader.node, share)
+            shares.append(share)
+        self.shared.append(SharedValue(value, kind, source, fixed, _wants(readers), tuple(shares)))
+
+
+def _wants(readers: Sequence[Reader]) -> tuple[tuple[int, tuple[LayoutSet, ...]], ...]:
+    return tuple((reader.node, reader.wants) for reader in readers if reader.node is not None)

@@ -1,4 +1,4 @@
-"""How parameters, and buffers that operators update, may be held: layouts, what each costs per step, what it takes of memory."""
+"""How parameters, and buffers that operators update, may be held: layouts, seconds per step, bytes of memory."""
 
 from __future__ import annotations
 

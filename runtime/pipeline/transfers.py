@@ -4,6 +4,10 @@ Messages from one rank to another are one channel (see :mod:`shardwright.runtime
 made right after it, in the order of ``(receiving stage, name, box)``. A receiver knows the actions of its peers, so it posts
 the receives of each channel in the order in which its peer sends, as far ahead as :data:`AHEAD` says, and further where a
 message it needs comes after others of the channel.
+
+What is sent must live until it is gone, and not every transport tells when that is: gloo does so to nobody who does not wait.
+But a rank sends what an action made after it has received what the action needs. So what comes from a peer tells that
+everything is gone which that peer has used up to then, and waiting for it takes no time.
 """
 
 from __future__ import annotations
@@ -53,12 +57,32 @@ class _Piece(NamedTuple):
     box: Box
 
 
+class _Part(NamedTuple):
+    """The part of a local tensor in ``box`` that ``peer`` sends after its action number ``action``. ``staging``: a buffer of
+    its own, where it needs one.
+    """
+
+    work: Work
+    staging: Tensor | None
+    box: Box
+    peer: int
+    action: int
+
+
 @dataclass(eq=False)
 class _Buffer:
-    """A local tensor that is being received: its parts under way, with a buffer of their own where they need one."""
+    """A local tensor that is being received, and its parts under way."""
 
     tensor: Tensor
-    parts: list[tuple[Work, Tensor | None, Box]] = field(default_factory=list)
+    parts: list[_Part] = field(default_factory=list)
+
+
+class _Sent(NamedTuple):
+    """A message on its way to ``peer``, whose action number ``action`` needs it; ``None`` if that peer sends nothing back."""
+
+    sending: Sending
+    peer: int
+    action: int | None
 
 
 class Routes:
@@ -139,13 +163,22 @@ class Exchange:
         self._device = device
         senders = sorted({peer for of_microbatch in routes for peer in of_microbatch.senders})
         self._channels = {
-            peer: deque(item for action in actions[peer] for item in routes[action.microbatch].arrivals(peer, action))
+            peer: deque(
+                (number, *item)
+                for number, action in enumerate(actions[peer])
+                for item in routes[action.microbatch].arrivals(peer, action)
+            )
+            for peer in senders
+        }
+        # By peer: the numbers of its actions by what they receive.
+        self._used_by = {
+            peer: {(PAYLOADS[a.kind], a.stage, a.microbatch): n for n, a in enumerate(actions[peer]) if a.kind in PAYLOADS}
             for peer in senders
         }
         self._buffers: dict[Arrival, _Buffer] = {}
         self._posted: dict[tuple[int, Arrival], int] = {}
         self._local: dict[Arrival, list[Tensor]] = {}
-        self._sending: deque[Sending] = deque()
+        self._sending: deque[_Sent] = deque()
         self._waiting: dict[tuple[Payload, int, int], ScheduleAction] = {}  # own actions by what they receive
         self._to_post: deque[list[tuple[Arrival, Transfer]]] = deque()
         self._num_ahead = 0  # actions of which the receives are posted and that have not run
@@ -157,7 +190,7 @@ class Exchange:
 
     def post_ahead(self, action: ScheduleAction) -> None:
         """Post the receives of ``action``, which runs now, and of those to come that are near enough."""
-        while self._sending and self._sending[0].is_completed():
+        while self._sending and self._sending[0].sending.is_completed():
             self._sending.popleft()
         needed = self._routes[action.microbatch].needs(action)
         while self._to_post and self._num_ahead < AHEAD + bool(needed):
@@ -176,10 +209,11 @@ class Exchange:
         buffer = self._buffers.pop(arrival, None)
         if buffer is None:
             buffer = _Buffer(torch.empty(transfer.shape, dtype=transfer.dtype, device=self._device))
-        for work, received, box in buffer.parts:
-            work.wait()
-            if received is not None:
-                part(buffer.tensor, box).copy_(received)
+        for item in buffer.parts:
+            item.work.wait()
+            if item.staging is not None:
+                part(buffer.tensor, item.box).copy_(item.staging)
+            self._let_go(item.peer, item.action)
         for box, x in zip(pieces.local, local, strict=True):
             part(buffer.tensor, box).copy_(x)
         return buffer.tensor
@@ -199,12 +233,24 @@ class Exchange:
                 self._local.setdefault(arrival, []).append(part(x, box))
             elif _is_there(box):
                 what = f"{title} of {action}"
-                self._sending.append(self._messages.send(part(x, box), self._to_world(peer), what, phase=_phase(payload)))
+                sending = self._messages.send(part(x, box), self._to_world(peer), what, phase=_phase(payload))
+                used_by = self._used_by.get(peer, {}).get((payload, transfer.stage, action.microbatch))
+                self._sending.append(_Sent(sending, peer, used_by))
 
     def finish(self) -> None:
         """Wait until all that was sent may be freed."""
         while self._sending:
-            self._sending.popleft().wait()
+            self._sending.popleft().sending.wait()
+
+    def _let_go(self, peer: int, action: int) -> None:
+        """Of what ``peer`` has received by the end of its action of this number: that action has sent something, and it came."""
+        kept: deque[_Sent] = deque()
+        for sent in self._sending:
+            if sent.peer == peer and sent.action is not None and sent.action <= action:
+                sent.sending.wait()
+            else:
+                kept.append(sent)
+        self._sending = kept
 
     def _post(self, arrival: Arrival, transfer: Transfer) -> None:
         """Post the receives of one tensor, and of what its senders send before."""
@@ -218,7 +264,7 @@ class Exchange:
             del self._posted[peer, arrival]
 
     def _post_next(self, peer: int) -> None:
-        arrival, (transfer, _, box) = self._channels[peer].popleft()
+        action, arrival, (transfer, _, box) = self._channels[peer].popleft()
         buffer = self._buffers.get(arrival)
         if buffer is None:
             buffer = _Buffer(torch.empty(transfer.shape, dtype=transfer.dtype, device=self._device))
@@ -229,7 +275,7 @@ class Exchange:
         what = f"{self._waiting[arrival.payload, arrival.stage, arrival.microbatch]} for {title}"
         received = target if staging is None else staging
         work = self._messages.receive_(received, self._to_world(peer), what, phase=_phase(arrival.payload))
-        buffer.parts.append((work, staging, box))
+        buffer.parts.append(_Part(work, staging, box, peer, action))
         self._posted[peer, arrival] = self._posted.get((peer, arrival), 0) + 1
 
 

@@ -10,7 +10,7 @@ from schedules import sizes_of
 from shardwright.compiler.schedule.generate import SCHEDULES
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.optimizer import build_optimizer
-from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.threads import ThreadMessages, _Posted, run_ranks
 from shardwright.runtime.world import count_communication
 
 TRAINING = [name for name in SCHEDULES if name != "infer_pipe"]
@@ -96,6 +96,39 @@ def test_1f1b_holds_as_many_microbatches_as_stages_follow(tmp_path):
 def test_gpipe_holds_all_microbatches(tmp_path):
     results = train(tmp_path, make_pipe("gpipe", 2, 5), steps=1)
     assert [result["peak"] for result in results] == [{0: 5}, {1: 5}]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_what_was_sent_lives_until_an_answer_comes(tmp_path, monkeypatch, name):
+    """Not until the end of the step, where the transport does not tell when a message is gone (gloo does not)."""
+
+    class Untold:
+        def __init__(self):
+            open_messages[-1].append(self)
+
+        def is_completed(self):
+            return False
+
+        def wait(self):
+            open_messages[-1].remove(self)
+
+    def start_send(self, x, dst, number, what):
+        self._hub.post((self._rank, dst, number), x.clone())
+        if self._rank != rank:
+            return _Posted()
+        sent = Untold()
+        counts.append(len(open_messages[-1]))
+        return sent
+
+    monkeypatch.setattr(ThreadMessages, "start_send", start_send)
+    for rank in (0, 1):
+        most = []
+        for num_microbatches in (4, 7):
+            open_messages, counts = [[]], []
+            train(tmp_path / f"{rank}-{num_microbatches}", make_pipe(name, 2, num_microbatches), steps=1)
+            assert not open_messages[0] and len(counts) % num_microbatches == 0
+            most.append(max(counts) / (len(counts) / num_microbatches))
+        assert most == [2, 2], f"microbatches of which rank {rank} held messages"
 
 
 def test_every_value_is_sent_once_to_where_it_is_needed(tmp_path):

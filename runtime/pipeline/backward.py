@@ -12,6 +12,10 @@ node has an outer child. There are two kinds of such edges:
   into the child, and the second part goes on from there.
 
 Every path from a result to a parameter crosses exactly one of these edges, so what the second part adds up is the gradient.
+
+The second part goes from the results to the inputs and lets go of each node it has run. The gradient of a parameter that one
+node alone leads to is accumulated with it; those of parameters that several lead to are summed first, and come last.
+
 All ranks that hold the same stage meet the same nodes in the same order: what communicates in a backward does so once, in
 the same order on all of them.
 
@@ -20,7 +24,7 @@ The two parts are those of "Zero Bubble Pipeline Parallelism" (Qi et al., 2023),
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,8 +49,8 @@ class SplitBackward:
         self._roots = [(edge, grad) for edge, grad in roots if edge.node in graph.inner]
         self._deferred = graph.deferred_edges()
         self._direct = graph.direct_edges(self._deferred)
-        later = [*self._direct, *(edge for edges in self._deferred.values() for edge in edges)]
-        self._owners = graph.owners([edge for edge, _ in roots], later)
+        self._alone = graph.parameters_below(self._deferred, [edge.node for edge, _ in roots])
+        self._owners = graph.owners([edge for edge, _ in roots], self._direct)
         self._incoming: dict[Node, tuple[Tensor | None, ...]] = {}
         # What is computed of no input at all waits for the second part as a whole.
         self._captured: list[tuple[Edge, Tensor]] = [
@@ -75,21 +79,28 @@ class SplitBackward:
 
     def accumulate(self) -> None:
         """Add the gradients of the parameters to their ``grad``."""
-        for node, edges in self._deferred.items():
-            incoming = [(GradientEdge(node, number), grad) for number, grad in enumerate(self._incoming.pop(node, ()))]
-            known = [(edge, grad) for edge, grad in incoming if grad is not None]
-            if known:
-                gradients = torch.autograd.grad(
-                    [edge for edge, _ in known],
-                    [GradientEdge(*edge) for edge in edges],
-                    [grad for _, grad in known],
-                    allow_unused=True,
-                )
-                self._captured += _defined(edges, gradients)
-        captured, self._captured, self._deferred = self._captured, [], {}
+        while self._deferred:
+            node = next(iter(self._deferred))
+            self._accumulate_from(node, self._deferred.pop(node))
+            del node  # with it goes what no other node needs
+        captured, self._captured = self._captured, []
         if captured:
             torch.autograd.backward([GradientEdge(*edge) for edge, _ in captured], [grad for _, grad in captured])
         self._owners = []
+
+    def _accumulate_from(self, node: Node, edges: list[Edge]) -> None:
+        """Run a node again for the children that were left out."""
+        incoming = enumerate(self._incoming.pop(node, ()))
+        known = [(GradientEdge(node, number), grad) for number, grad in incoming if grad is not None]
+        roots, grads = [edge for edge, _ in known], [grad for _, grad in known]
+        parameters = self._alone.pop(node, None)
+        if not known:
+            return
+        if parameters is not None:
+            torch.autograd.backward(roots, grads, inputs=parameters)
+            return
+        gradients = torch.autograd.grad(roots, [GradientEdge(*edge) for edge in edges], grads, allow_unused=True)
+        self._captured += _defined(edges, gradients)
 
     def _note(self, node: Node) -> _Noting:
         return _Noting(node, self._incoming)
@@ -150,6 +161,42 @@ class _Graph:
         """Where the gradients of all other edges between the two parts are taken, so that none goes on to another."""
         leaving = ((node, edge) for node, edges in self._leaving.items() for edge in edges)
         return self._untangled(list(dict.fromkeys(edge for node, edge in leaving if edge not in deferred.get(node, []))))
+
+    def parameters_below(self, deferred: Mapping[Node, list[Edge]], roots: Sequence[Node]) -> dict[Node, list[Tensor]]:
+        """By node of ``deferred``, the parameters that its children lead to, if nothing else leads to any of them."""
+        part = self._parts()
+        leading: dict[Node, set[Node | None]] = {}
+        for node, edges in self._leaving.items():
+            for child, _ in edges:
+                leading.setdefault(part(child), set()).add(node)
+        for root in roots:
+            if root in self.outer:
+                leading.setdefault(part(root), set()).add(None)
+        leaves: dict[Node, list[Tensor]] = {}
+        for node in self.outer:
+            if _is_leaf(node):
+                leaves.setdefault(part(node), []).append(node.variable)  # type: ignore[attr-defined]
+        found: dict[Node, list[Tensor]] = {}
+        for node, edges in deferred.items():
+            below = dict.fromkeys(part(child) for child, _ in edges)
+            if edges == self._leaving[node] and all(leading[each] == {node} for each in below):
+                found[node] = [x for each in below for x in leaves.get(each, ())]
+        return found
+
+    def _parts(self) -> Callable[[Node], Node]:
+        """Says which of the outer nodes hang together: of those that do, it names the same one."""
+        above: dict[Node, Node] = {node: node for node in self.outer}
+
+        def part(node: Node) -> Node:
+            while above[node] is not node:
+                above[node] = node = above[above[node]]
+            return node
+
+        for node in self.outer:
+            for child, _ in _children(node):
+                if child in above:
+                    above[part(child)] = part(node)
+        return part
 
     def owners(self, roots: Sequence[GradientEdge], edges: Iterable[Edge]) -> list[Node | GradientEdge]:
         """What keeps the nodes of ``edges`` and ``roots`` alive: of an autograd function written in Python, the object at

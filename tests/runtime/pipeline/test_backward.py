@@ -10,6 +10,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
+from shardwright.compiler.cost.live_bytes import LiveBytes
 from shardwright.runtime.pipeline.backward import SplitBackward
 
 DOUBLE = torch.float64
@@ -166,11 +167,31 @@ def test_what_the_second_part_used_is_freed():
     assert all(reference() is None for reference in references)
 
 
-def test_hooks_of_parameters_run_once():
+def test_gradients_of_parameters_are_added_one_by_one_and_what_was_saved_goes_with_them():
+    layers = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(16, 16, bias=False), nn.Tanh())))
+    for p in layers.parameters():
+        p.grad = torch.zeros_like(p)
+    x = torch.randn(256, 16, requires_grad=True)
+    with LiveBytes([tensor for p in layers.parameters() for tensor in (p, p.grad)]) as live:
+        backward = split([y := layers(x)], [torch.ones_like(y)], [x])
+        del y
+        backward.input_gradients()
+        before, sizes = live.now, []
+        for p in layers.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: sizes.append(live.now - before))
+        backward.accumulate()
+    activation = 256 * 16 * 4
+    # A linear's gradient and input go when it has run, and with it the tanh before it.
+    assert sizes == [-number * 2 * activation for number in range(6)]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_hooks_of_parameters_run_once(times):
     w, runs = parameter(4, 4), []
     w.register_post_accumulate_grad_hook(lambda p: runs.append(p.grad.clone()))
     x = leaf(3, 4)
-    y = (x @ w).tanh() @ w
+    y = (x @ w).tanh()
+    y = y @ w if times == 2 else y
     backward = split([y], [torch.ones_like(y)], [x])
     backward.input_gradients()
     assert not runs

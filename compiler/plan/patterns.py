@@ -2,32 +2,49 @@
 
 A conversion depends on where the cut atoms of both layouts stand to each other, not on how long the dims are or which of them
 they are: gathering the batch is like gathering the heads. A planner compares many thousand pairs of layouts that follow a few
-hundred patterns. Sizes come back in when the steps of a pattern are applied to a pair.
+thousand patterns. Sizes come back in when the steps of a pattern are applied to a pair.
+
+Everything that is compared often has a number, so that finding the steps of a pair takes four look-ups of small keys.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from shardwright.compiler.ir.size import Size
-from shardwright.compiler.plan.conversion import Place, convert, cut_places, fits
+from shardwright.compiler.plan.moves import Move, State, moves
+from shardwright.compiler.plan.places import Place, PlaceKey, fits
 from shardwright.runtime.layout import Layout, Mesh
+
+T = TypeVar("T", bound=Hashable)
 
 Cuts = tuple[tuple[int, tuple[str, ...]], ...]
 """Which places are cut by which axes; places by number."""
 
-PlaceKey = tuple[int, Size, tuple[Size, ...]]
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Form:
+    """A layout that patterns can be found for. ``keys``: the number of its places' keys; ``is_static``: whether all their sizes
+    are numbers: only then two forms can be compared.
+    """
+
+    number: int
+    state: State
+    keys: int
+    is_static: bool
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Places:
-    """The places of two layouts: ``keys`` in order, their ``number``, and how they stand to each other."""
+    """The places of two layouts together: ``keys`` in order, the ``order`` of each, and the number of how they stand to each
+    other.
+    """
 
+    number: int
     keys: tuple[PlaceKey, ...]
-    number: Mapping[PlaceKey, int]
-    relations: tuple[Hashable, ...]
+    order: Mapping[PlaceKey, int]
+    relations: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,69 +60,80 @@ class PatternStep:
     count: int
 
 
-@dataclass(frozen=True)
-class Form:
-    """A layout in canonical form as its cut places and the axes it is P and G on."""
+class _Numbered(Generic[T]):
+    """Items by number, in the order they were met."""
 
-    places: tuple[Place, ...]
-    partial: tuple[str, ...]
-    grad_partial: tuple[str, ...]
+    def __init__(self) -> None:
+        self.items: list[T] = []
+        self._numbers: dict[T, int] = {}
 
-    @classmethod
-    def of(cls, layout: Layout, mesh: Mesh) -> Form:
-        places = sorted(cut_places(layout, mesh), key=lambda place: place.dim)
-        return cls(tuple(places), layout.partial, layout.grad_partial)
-
-    @functools.cached_property
-    def is_static(self) -> bool:
-        """Whether all sizes are numbers: only then two forms can be compared."""
-        return all(isinstance(size, int) for place in self.places for size in (place.outer, *place.segments))
-
-    @functools.cached_property
-    def cuts(self) -> tuple[tuple[PlaceKey, tuple[str, ...]], ...]:
-        """The places by key, and the axes that cut them."""
-        return tuple((place.key, place.axes) for place in self.places)
+    def number(self, item: T) -> int:
+        found = self._numbers.setdefault(item, len(self.items))
+        if found == len(self.items):
+            self.items.append(item)
+        return found
 
 
 class Patterns:
-    """The patterns met so far on meshes of the same axes."""
+    """The patterns met so far on one mesh."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self._steps: dict[Hashable, tuple[PatternStep, ...]] = {}
+        self._num_forms = 0
+        self._keys = _Numbered[tuple[PlaceKey, ...]]()
+        self._relations = _Numbered[Hashable]()
+        self._part_numbers = _Numbered[Hashable]()
         self._places: dict[tuple[PlaceKey, ...], Places] = {}
+        self._together: dict[tuple[int, int], Places] = {}
+        self._parts: dict[tuple[int, int], int] = {}
+        self._steps: dict[tuple[int, int, int], tuple[PatternStep, ...]] = {}
         self._known: dict[PatternStep, PatternStep] = {}
 
-    def steps(
-        self, source: Form, target: Form, layouts: tuple[Layout, Layout], *, differentiable: bool
-    ) -> tuple[Places, tuple[PatternStep, ...]]:
-        """The places of both forms, and the steps over their numbers. ``layouts``: both layouts, for a new pattern.
+    def form(self, layout: Layout, *, differentiable: bool = True) -> Form:
+        """The form of a layout of a value."""
+        state = State.of(layout, self.mesh, differentiable=differentiable)
+        keys = tuple(place.key for place in state.places)
+        is_static = all(isinstance(size, int) for _, outer, segments in keys for size in (outer, *segments))
+        self._num_forms += 1
+        return Form(self._num_forms, state, self._keys.number(keys), is_static)
 
-        Equal places and equal steps are the same objects.
-        """
-        keys = tuple(sorted({key for form in (source, target) for key, _ in form.cuts}))
-        places = self._places.get(keys)
+    def steps(self, source: Form, target: Form) -> tuple[Places, tuple[PatternStep, ...]]:
+        """The places of both forms, and the steps over their numbers. Equal places and equal steps are the same objects."""
+        both = (source.keys, target.keys)
+        places = self._together.get(both)
         if places is None:
-            places = self._places[keys] = Places(keys, {key: index for index, key in enumerate(keys)}, _relations(keys))
-        number = places.number
-        pattern = (
-            places.relations,
-            tuple((number[key], axes) for key, axes in source.cuts),
-            source.partial,
-            source.grad_partial,
-            tuple((number[key], axes) for key, axes in target.cuts),
-            target.partial,
-            target.grad_partial,
-            differentiable,
-        )
+            places = self._together[both] = self._join(both)
+        pattern = (places.relations, self._on(places, source), self._on(places, target))
         found = self._steps.get(pattern)
         if found is None:
-            steps = convert(*layouts, self.mesh, differentiable=differentiable)
-            abstract = (
-                _abstract(step.kind, step.axis, step.backward, step.before, step.after, number, self.mesh) for step in steps
-            )
-            found = self._steps[pattern] = tuple(self._known.setdefault(step, step) for step in abstract)
+            found = self._steps[pattern] = self._abstract(places, source, target)
         return places, found
+
+    def _join(self, both: tuple[int, int]) -> Places:
+        keys = tuple(sorted({key for number in both for key in self._keys.items[number]}))
+        found = self._places.get(keys)
+        if found is None:
+            order = {key: index for index, key in enumerate(keys)}
+            relations = self._relations.number(_relations(keys))
+            found = self._places[keys] = Places(len(self._places), keys, order, relations)
+        return found
+
+    def _on(self, places: Places, form: Form) -> int:
+        """The number of what a form does to these places."""
+        key = (places.number, form.number)
+        found = self._parts.get(key)
+        if found is None:
+            state = form.state
+            found = self._parts[key] = self._part_numbers.number((_cuts(state, places), state.partial, state.grad_partial))
+        return found
+
+    def _abstract(self, places: Places, source: Form, target: Form) -> tuple[PatternStep, ...]:
+        steps, now = [], source.state
+        for move in moves(source.state, target.state, self.mesh):
+            step = _step(move, _cuts(now, places), _cuts(move.after, places))
+            steps.append(self._known.setdefault(step, step))
+            now = move.after
+        return tuple(steps)
 
 
 def _relations(keys: tuple[PlaceKey, ...]) -> tuple[Hashable, ...]:
@@ -116,19 +144,14 @@ def _relations(keys: tuple[PlaceKey, ...]) -> tuple[Hashable, ...]:
     return len(keys), together, tuple(key[2] == (1,) for key in keys)
 
 
-def _abstract(
-    kind: str,
-    axis: str,
-    backward: str | None,
-    before: Layout,
-    after: Layout,
-    number: Mapping[PlaceKey, int],
-    mesh: Mesh,
-) -> PatternStep:
-    cuts = [tuple((number[place.key], place.axes) for place in cut_places(layout, mesh)) for layout in (before, after)]
+def _cuts(state: State, places: Places) -> Cuts:
+    return tuple((places.order[place.key], place.axes) for place in state.places)
+
+
+def _step(move: Move, before: Cuts, after: Cuts) -> PatternStep:
     place, count = None, 0
-    for state in cuts:  # the side on which the axis cuts something; both sides of an all-to-all, whose dim does not matter
-        for index, axes in state:
-            if axis in axes:
-                place, count = index, axes.index(axis)
-    return PatternStep(kind, axis, backward, cuts[0], cuts[1], place, count)
+    for cuts in (before, after):  # the side on which the axis cuts something; both sides of an all-to-all: its dim is not asked
+        for index, axes in cuts:
+            if move.axis in axes:
+                place, count = index, axes.index(move.axis)
+    return PatternStep(move.kind, move.axis, move.backward, before, after, place, count)

@@ -8,7 +8,6 @@ have the same layouts to choose from.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,14 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardwright.compiler.cost.adapters import Movement, movement_time, step_time
-from shardwright.compiler.cost.communication import elements_sent, estimate
+from shardwright.compiler.cost.adapters import step_time
+from shardwright.compiler.cost.communication import estimate
 from shardwright.compiler.cost.hardware import Hardware
-from shardwright.compiler.cost.local import cut_sizes
-from shardwright.compiler.cost.operators import OpTime
 from shardwright.compiler.passes.sharing import MAX_EXACT, STEP_WEIGHT, best_tree, tree_weights, trees, weight
-from shardwright.compiler.plan.conversion import GATHERS, SLICES, convert
-from shardwright.compiler.plan.patterns import Cuts, Form, Patterns, PatternStep, PlaceKey
+from shardwright.compiler.plan.conversion import convert
+from shardwright.compiler.plan.patterns import Form, Patterns
+from shardwright.policies.autodist.pieces import Pieces, StepPrices
 from shardwright.policies.autodist.strategies import Ids, LayoutTable, Seconds
 from shardwright.runtime.layout import Mesh
 
@@ -66,11 +64,11 @@ class Conversions:
 
     def __init__(self, mesh: Mesh, ranks: Sequence[int], hardware: Hardware, layouts: LayoutTable) -> None:
         self.mesh, self.ranks, self.hardware, self.layouts = mesh, tuple(ranks), hardware, layouts
-        self._pairs: dict[tuple[torch.dtype, bool, bool, int, int], tuple[float, float, float]] = {}
+        self._pairs: dict[Hashable, dict[tuple[int, int], tuple[float, float, float]]] = {}
         self._tables: dict[Hashable, _Table] = {}
-        self._steps: dict[Hashable, tuple[float, float, float]] = {}
+        self._prices: dict[Hashable, StepPrices] = {}
         self._names: dict[int, str] = {}
-        self._forms: dict[int, Form] = {}
+        self._forms: dict[tuple[int, bool], Form] = {}
         self._shapes: dict[int, tuple[int, ...]] = {}
         self._sizes = dict(mesh.axes)
         self.patterns = Patterns(mesh)
@@ -130,11 +128,12 @@ class Conversions:
 
     def _pair(self, kind: ValueType, source: int, goal: int) -> tuple[float, float, float]:
         """Weight, forward and backward seconds of one conversion."""
-        key = (kind.dtype, kind.differentiable, kind.is_weight, source, goal)
-        found = self._pairs.get(key)
+        pairs = self._pairs.setdefault((kind.dtype, kind.differentiable, kind.is_weight), {})
+        found = pairs.get((source, goal))
         if found is None:
-            price = self._priced if self._form(source).is_static and self._form(goal).is_static else self._converted
-            found = self._pairs[key] = price(kind, source, goal)
+            forms = self._form(source, kind.differentiable), self._form(goal, kind.differentiable)
+            price = self._priced if forms[0].is_static and forms[1].is_static else self._converted
+            found = pairs[source, goal] = price(kind, source, goal)
         return found
 
     def _converted(self, kind: ValueType, source: int, goal: int) -> tuple[float, float, float]:
@@ -152,18 +151,18 @@ class Conversions:
 
     def _priced(self, kind: ValueType, source: int, goal: int) -> tuple[float, float, float]:
         """The same numbers from the pattern of the pair."""
-        layouts = self.layouts[source], self.layouts[goal]
-        places, steps = self.patterns.steps(self._form(source), self._form(goal), layouts, differentiable=kind.differentiable)
-        shape = self._shape(source)
+        differentiable = kind.differentiable
+        places, steps = self.patterns.steps(self._form(source, differentiable), self._form(goal, differentiable))
+        key = (self._shape(source), places.number, kind.dtype, differentiable)
+        prices = self._prices.get(key)
+        if prices is None:
+            tensor = Pieces(key[0], places.keys, self._sizes)
+            prices = self._prices[key] = StepPrices(
+                tensor, kind.dtype, self.mesh, self.ranks, self.hardware, differentiable=differentiable
+            )
         elements = forward = backward = 0.0
         for step in steps:
-            key = (shape, id(places), id(step), kind.dtype, kind.differentiable)
-            price = self._steps.get(key)
-            if price is None:
-                time = self._movement_time(kind, shape, places.keys, step)
-                sent = self._sent(shape, step)
-                total = sent[0] + (sent[1] if kind.differentiable else 0.0)
-                price = self._steps[key] = (total, time.forward_s, time.backward_s)
+            price = prices.of(step)
             elements += price[0]
             forward += price[1]
             backward += price[2]
@@ -171,58 +170,11 @@ class Conversions:
                 backward += price[1]
         return elements + STEP_WEIGHT * len(steps), forward, backward  # added as lowering does, for equal ties
 
-    def _movement_time(self, kind: ValueType, shape: tuple[int, ...], keys: tuple[PlaceKey, ...], step: PatternStep) -> OpTime:
-        item = kind.dtype.itemsize
-        before, after = (self._largest(shape, keys, cuts) * item for cuts in (step.before, step.after))
-        whole = step.after if step.kind in GATHERS else step.before
-        movement = Movement(step.kind, step.backward, step.axis, before, after, self._end_to_end(shape, keys, step, whole))
-        return movement_time(movement, self.mesh, self.ranks, self.hardware, differentiable=kind.differentiable)
-
-    def _sent(self, shape: tuple[int, ...], step: PatternStep) -> tuple[float, float]:
-        total = float(math.prod(shape))
-        before, after = (
-            total / math.prod(self._sizes[axis] for _, axes in cuts for axis in axes) for cuts in (step.before, step.after)
-        )
-        return elements_sent(step.kind, step.backward, self._sizes[step.axis], before, after)
-
-    def _largest(self, shape: tuple[int, ...], keys: tuple[PlaceKey, ...], cuts: Cuts) -> int:
-        """The elements of the largest piece."""
-        total = math.prod(shape)
-        for index, axes in cuts:
-            segments = keys[index][2]
-            total = total // sum(segments) * self._piece(segments, axes)
-        return total
-
-    def _piece(self, segments: tuple[int, ...], axes: tuple[str, ...]) -> int:
-        return sum(cut_sizes(segments, [self._sizes[axis] for axis in axes]))
-
-    def _end_to_end(self, shape: tuple[int, ...], keys: tuple[PlaceKey, ...], step: PatternStep, whole: Cuts) -> bool:
-        """Whether one even segment is all that the step cuts or gathers, with nothing outside of it."""
-        if step.place is None or step.kind not in (*GATHERS, *SLICES):
-            return False
-        dim, outer, segments = keys[step.place]
-        axes = next((axes for index, axes in (*step.before, *step.after) if index == step.place and step.axis in axes), ())
-        pieces = cut_sizes(segments, [self._sizes[axis] for axis in axes[: step.count]])
-        exact = segments[0] % math.prod(self._sizes[axis] for axis in axes[: step.count]) == 0
-        if len(segments) > 1 or not exact or pieces[0] % self._sizes[step.axis]:
-            return False
-        outside = math.prod(shape[:dim]) * outer
-        for index, cut_by in whole:
-            other = keys[index]
-            if index != step.place and (other[0] < dim or (other[0] == dim and other[1] < outer)):
-                if other[0] == dim and self._uneven(other[2], cut_by):
-                    return False  # a size that differs between ranks is not told to be 1
-                outside = outside // sum(other[2]) * self._piece(other[2], cut_by)
-        return bool(outside == 1)
-
-    def _uneven(self, segments: tuple[int, ...], axes: tuple[str, ...]) -> bool:
-        num_pieces = math.prod(self._sizes[axis] for axis in axes)
-        return any(segment % num_pieces for segment in segments)
-
-    def _form(self, layout: int) -> Form:
-        found = self._forms.get(layout)
+    def _form(self, layout: int, differentiable: bool) -> Form:
+        found = self._forms.get((layout, differentiable))
         if found is None:
-            found = self._forms[layout] = Form.of(self.layouts[layout], self.mesh)
+            form = self.patterns.form(self.layouts[layout], differentiable=differentiable)
+            found = self._forms[layout, differentiable] = form
         return found
 
     def _shape(self, layout: int) -> tuple[int, ...]:

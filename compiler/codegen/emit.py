@@ -92,6 +92,7 @@ class Writer(BodyWriter):
         return {
             "origin": origin,
             "mesh": program.plan.mesh,
+            "axis": next(iter(program.plan.storage_mesh.names), ""),
             "axes": "".join(f'("{axis}", {size}), ' for axis, size in program.plan.mesh.axes).rstrip(" "),
             "class_name": graph.name,
             "inputs": input_rows(graph),

@@ -108,6 +108,7 @@ class _PipelineWriter(BodyWriter):
         return {
             "origin": origin,
             "mesh": f"{len(plan.stages)} stages, {plan.schedule}, {plan.num_microbatches} microbatches",
+            "axis": next((axis for stage in plan.stages for axis in stage.mesh.over_units(plan.zero).names), ""),
             "stages": [_stage_text(stage.mesh, stage.ranks) for stage in plan.stages],
             "schedule": plan.schedule,
             "num_microbatches": plan.num_microbatches,

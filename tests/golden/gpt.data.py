@@ -7,8 +7,8 @@ rank    0 (dp=0)
 plan    0123abcd
 dims    batch 4, seq 8, hidden 16, qkv 3, heads 4, head_dim 4, up_dim 64, vocab 30
 
-Comments give [layout of the result]  module path  source line. In a layout, d/tp is dim d cut along axis tp; P(tp): the value
-is the sum over tp; G(tp): the value is whole and its gradient is the sum over tp.
+Comments give [layout of the result]  module path  source line. In a layout, d/dp is dim d cut along axis dp; P(dp): the value
+is the sum over dp; G(dp): the value is whole and its gradient is the sum over dp.
 """
 
 import torch

@@ -20,6 +20,7 @@ from shardwright.compiler.compile import annotate, compile_graph, pass_manager
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.hardware import Hardware, load_hardware
 from shardwright.compiler.cost.operator_file import dumps_times, load_times, times_file
+from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.module_source import in_dtype
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.named import split_dim_names
@@ -58,13 +59,18 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 def _search_request(options: argparse.Namespace) -> tuple[PlannableGraph, ComputeConfig, AutodistOptions, Hardware]:
     """What a search is asked for on a command line."""
-    source, dummy_args = load_model(options.target, options.args)
     policy, config = read_plan_request(options)
     chosen = read_options(AutodistOptions, {**config.pas_config, "hardware": options.hardware}, policy=policy.name)
+    graph = annotate(_traced(options, config), pass_manager())
+    return graph, config, chosen, load_hardware(options.hardware, config.runtime_ngpus)
+
+
+def _traced(options: argparse.Namespace, config: ComputeConfig) -> IRGraph:
+    """The graph of the model that a command line names."""
+    source, dummy_args = load_model(options.target, options.args)
     module = source.make()
     with in_dtype(module, read_dtype(options.dtype)):
-        graph = annotate(trace(module, dummy_args, dynamic_dims=config.dim_symbols()), pass_manager())
-    return graph, config, chosen, load_hardware(options.hardware, config.runtime_ngpus)
+        return trace(module, dummy_args, dynamic_dims=config.dim_symbols())
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
@@ -145,8 +151,19 @@ def _plan(options: argparse.Namespace) -> int:
     if options.html is not None:
         named = replace(plan, dims=split_dim_names(graph, plan))
         sections, facts = [candidate_section(found)], [("above the bound at most", f"{plan.certificate.gap:.2%}")]
-        text = page(graph.name, named, found.best.cost, hardware, num_units=config.num_units, sections=sections, facts=facts)
+        limit = None if chosen.memory_limit_gb is None else chosen.memory_limit_gb * 1e9
+        text = page(
+            graph.name,
+            named,
+            found.best.cost,
+            hardware,
+            num_units=config.num_units,
+            memory_bytes=limit,
+            sections=sections,
+            facts=facts,
+        )
         write_file(options.html, text.encode())
+        console.print(f"page: {options.html}", soft_wrap=True)
     return 0
 
 
@@ -198,19 +215,17 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    source, dummy_args = load_model(options.target, options.args)
     policy, config = read_plan_request(options)
     hardware = load_hardware(options.hardware, config.runtime_ngpus)
-    module = source.make()
-    with in_dtype(module, read_dtype(options.dtype)):
-        graph = trace(module, dummy_args, dynamic_dims=config.dim_symbols())
+    graph = _traced(options, config)
     compiled = compile_graph(graph, policy.apply, config, policy_name=policy.name)
     times = load_times(options.hardware)
     cost = audit(compiled.program, config, hardware, times=times, num_microbatches=options.microbatches)
+    print(cost.dumps() if options.json else cost)
     if options.html is not None:
         text = page(graph.name, compiled.plan, cost, hardware, num_units=config.num_units)
         write_file(options.html, text.encode())
-    print(cost.dumps() if options.json else cost)
+        print(f"page: {options.html}", file=sys.stderr if options.json else sys.stdout)
     return 0
 
 
@@ -230,13 +245,9 @@ def _profile(options: argparse.Namespace) -> int:
             why="times are kept beside the file of the machine they were measured on",
             hint="shardwright calibrate --out laptop.json writes one",
         )
-    source, dummy_args = load_model(options.target, options.args)
     policy, config = read_plan_request(options)
     load_hardware(options.hardware, config.runtime_ngpus)  # refused before anything is measured
-    module = source.make()
-    with in_dtype(module, read_dtype(options.dtype)):
-        graph = trace(module, dummy_args, dynamic_dims=config.dim_symbols())
-    program = compile_graph(graph, policy.apply, config, policy_name=policy.name).program
+    program = compile_graph(_traced(options, config), policy.apply, config, policy_name=policy.name).program
     known = None if options.again else load_times(options.hardware)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as under torchrun
     programs = program.programs if isinstance(program, PipelineProgram) else (program,)

@@ -13,7 +13,7 @@ PALETTE = ("#7aa6e8", "#6fbf8b", "#f2b56b", "#c79ad8", "#e58f8f", "#8fd0b4", "#b
 """Fills of categories in the order they are named. Text on them is black."""
 
 _FONT = 'font-family="ui-sans-serif, system-ui, sans-serif" font-size="12"'
-_ROW, _BAR, _LEFT, _TOP = 26, 18, 120, 30
+_ROW, _BAR, _LEFT = 26, 18, 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +29,19 @@ class Bar:
 
 
 def bars(rows: Sequence[Bar], unit: str, *, limit: float | None = None, width: int = 960) -> str:
-    """Stacked bars, a row each, with the total at the end and a line at ``limit`` where there is one."""
-    longest = max([*(row.total for row in rows), limit or 0.0, 1e-300])
-    scale = (width - _LEFT - 110) / longest
+    """Stacked bars, a row each, with the total at the end and a line at ``limit`` where there is one. A limit so far off that
+    nobody could tell the parts of the bars is named only.
+    """
+    longest = max([*(row.total for row in rows), 1e-300])
+    is_far = limit is not None and limit > 4 * longest
+    scale = (width - _LEFT - 110) / max(longest, 0.0 if limit is None or is_far else limit)
     names = list(dict.fromkeys(name for row in rows for name in row.parts))
     colours = {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(names)}
-    height = _TOP + _ROW * len(rows) + 16
-    parts = [_legend(colours)]
+    legend, first = _legend(colours, width)
+    height = first + _ROW * len(rows) + 16
+    parts = [legend]
     for index, row in enumerate(rows):
-        top, x = _TOP + _ROW * index, float(_LEFT)
+        top, x = first + _ROW * index, float(_LEFT)
         parts.append(f'<text x="{_LEFT - 8}" y="{top + 13}" text-anchor="end">{escape(row.label)}</text>')
         for name, value in row.parts.items():
             told = f"<title>{escape(name)}: {amount(value, unit)}</title>"
@@ -48,9 +52,11 @@ def bars(rows: Sequence[Bar], unit: str, *, limit: float | None = None, width: i
         over = limit is not None and row.total > limit
         style = ' fill="#b00020" font-weight="bold"' if over else ""
         parts.append(f'<text x="{x + 6:.2f}" y="{top + 13}"{style}>{amount(row.total, unit)}</text>')
-    if limit is not None:
+    if limit is not None and is_far:
+        parts.append(f'<text x="{_LEFT}" y="{height - 2}" fill="#666666">far below the limit, {amount(limit, unit)}</text>')
+    elif limit is not None:
         x = _LEFT + limit * scale
-        line = f'x1="{x:.2f}" x2="{x:.2f}" y1="{_TOP - 6}" y2="{_TOP + _ROW * len(rows)}"'
+        line = f'x1="{x:.2f}" x2="{x:.2f}" y1="{first - 6}" y2="{first + _ROW * len(rows)}"'
         parts.append(f'<line {line} stroke="#b00020" stroke-dasharray="4 3"/>')
         told = f"limit {amount(limit, unit)}"
         parts.append(f'<text x="{x:.2f}" y="{height - 2}" text-anchor="middle" fill="#b00020">{told}</text>')
@@ -85,13 +91,14 @@ def timeline(rows: Mapping[str, Sequence[Box]], width: int = 960) -> str:
     words = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
     colours = {words[kind]: ACTION_FILLS[kind] for kind in kinds}
     colours |= {name: PALETTE[(index + 3) % len(PALETTE)] for index, name in enumerate(others)}
-    parts = [_legend(colours)]
+    legend, first = _legend(colours, width)
+    parts = [legend]
     for index, (label, row) in enumerate(rows.items()):
-        top = _TOP + _ROW * index
+        top = first + _ROW * index
         parts.append(f'<text x="{_LEFT - 8}" y="{top + 13}" text-anchor="end">{escape(label)}</text>')
         parts.append(f'<rect x="{_LEFT}" y="{top}" width="{end * scale:.2f}" height="{_BAR}" fill="#eeeeee"/>')
         parts += [_box(box, top, scale, stages, colours) for box in row]
-    height = _TOP + _ROW * len(rows) + 18
+    height = first + _ROW * len(rows) + 18
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         anchor = "end" if share == 1.0 else "middle"
         x = _LEFT + share * end * scale
@@ -161,13 +168,17 @@ def amount(value: float, unit: str) -> str:
     return f"{value / size:.3g} {name}"
 
 
-def _legend(colours: Mapping[str, str]) -> str:
-    parts, x = [], _LEFT
+def _legend(colours: Mapping[str, str], width: int) -> tuple[str, int]:
+    """Each name behind its colour, in as many lines as the width asks for, and where the first row begins below them."""
+    parts, x, y = [], _LEFT, 4
     for name, colour in colours.items():
-        parts.append(f'<rect x="{x}" y="4" width="12" height="12" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 17}" y="14">{escape(name)}</text>')
-        x += 34 + 7 * len(name)
-    return "".join(parts)
+        taken = 34 + 7 * len(name)
+        if x + taken > width and x > _LEFT:
+            x, y = _LEFT, y + 20
+        parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 17}" y="{y + 10}">{escape(name)}</text>')
+        x += taken
+    return "".join(parts), y + 26
 
 
 def _svg(width: int, height: int, parts: Sequence[str]) -> str:

@@ -37,15 +37,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 def test_plan(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    request = "plan plan_models:make --plan-ngpus 2 --set use_end2end=true --set pas_config.num_microbatches=2"
+    settings = "--set use_end2end=true --set pas_config.num_microbatches=2 --set pas_config.memory_limit_gb=1"
+    request = f"plan plan_models:make --plan-ngpus 2 {settings}"
     shown = run(f"{request} --out plan.json --html plan.html")
     table, *rest = shown.split("\nplan: ")
-    assert rest == ["plan.json\n"]
+    assert rest == ["plan.json\npage: plan.html\n"]
     assert "pp=2, 1f1b" in table and "audited" in table and "per step on a100-80gb, at least" in table
     plan = Plan.from_json(json.loads((tmp_path / "plan.json").read_text()))
     assert plan.policy == "autodist" and plan.certificate is not None
     page = (tmp_path / "plan.html").read_text()
-    assert "What was tried" in page and "above the bound at most" in page
+    assert "What was tried" in page and "above the bound at most" in page and "limit, 954 MiB" in page
     run(
         "verify plan_models:make --policy saved --plan-ngpus 2 --steps 1 --set use_end2end=true "
         "--set pas_config.load_plan=plan.json"

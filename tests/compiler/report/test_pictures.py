@@ -27,6 +27,22 @@ def test_bars_have_labels_totals_and_lengths_to_scale() -> None:
     assert red == ["3 GiB"], "what exceeds the limit stands out"
 
 
+def test_a_limit_far_off_is_named_and_does_not_shrink_the_bars() -> None:
+    row = Bar("rank 0", {"parameters": 2.0**30})
+    near, far = bars([row], "B", limit=2 * 2**30), bars([row], "B", limit=80 * 2**30)
+    assert "far below the limit, 80 GiB" in texts(far) and "<line" in near and "<line" not in far
+    assert 'width="730.00"' in far and 'width="365.00"' in near
+
+
+def test_a_legend_takes_as_many_lines_as_it_needs() -> None:
+    names = [f"a category with a long name {index}" for index in range(9)]
+    picture = ElementTree.fromstring(bars([Bar("rank 0", dict.fromkeys(names, 1.0))], "s"))
+    written = {e.text: (float(e.attrib["x"]), float(e.attrib["y"])) for e in picture.iter(f"{SVG}text")}
+    assert all(written[name][0] + 7 * len(name) <= 960 for name in names)
+    assert len({written[name] for name in names}) == len(names) and len({written[name][1] for name in names}) == 3
+    assert written["rank 0"][1] > max(written[name][1] for name in names)
+
+
 def test_every_rank_has_a_box_with_its_place() -> None:
     picture = ranks_on_machine(Mesh((("pp", 2), ("tp", 4))), 4, {rank: f"stage {rank // 4}" for rank in range(8)})
     titles = [e.text for e in ElementTree.fromstring(picture).iter(f"{SVG}title")]

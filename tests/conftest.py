@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("shardwright", deadline=None)  # a loaded machine is no defect of the code under test
+# a loaded machine is no defect of the code under test
+settings.register_profile("shardwright", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shardwright")
 
 GOLDEN = Path(__file__).parent / "golden"

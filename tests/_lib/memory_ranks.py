@@ -47,4 +47,4 @@ def measured_peaks(
                 peaks.append(live.peak)
             return min(peaks[1:])
 
-    return run_ranks(config.runtime_ngpus, rank, timeout_s=120.0)
+    return run_ranks(config.runtime_ngpus, rank)

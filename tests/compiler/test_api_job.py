@@ -104,6 +104,6 @@ def test_two_processes_that_compile_into_one_folder(tmp_path):
     start = {"env": {**os.environ, "PYTHONPATH": path}, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, **start) for _ in range(2)]
     for process in processes:
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=900)
         assert process.returncode == 0, errors
     assert files(tmp_path) == ALL_FILES

@@ -103,8 +103,9 @@ def test_an_error_of_any_rank_reaches_all():
 
 
 @pytest.mark.parametrize("verb", ["first_rank_does", "every_rank_does"])
-def test_rank_zero_raises_when_the_others_have_read_the_error(verb):
+def test_rank_zero_raises_when_the_others_have_read_the_error(verb, monkeypatch):
     """It may hold the store, which ends with its process."""
+    monkeypatch.setattr(job_module, "_CONFIRM_S", 600.0)
     read, raised = [], []
 
     def act(job):

@@ -32,17 +32,23 @@ from pathlib import Path
 from shardwright.compiler.locks import directory_lock
 with directory_lock(Path(sys.argv[1])):
     print("held", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
 def test_the_lock_of_a_process_that_died_is_free(tmp_path, caplog):
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "net")], stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
-    killer = threading.Timer(0.2, holder.kill)
-    killer.start()
-    with caplog.at_level("INFO"), directory_lock(tmp_path / "net"):
-        assert holder.wait(5) != 0
+
+    def kill_when_somebody_waits():
+        while not caplog.messages:
+            time.sleep(0.01)
+        holder.kill()
+
+    with caplog.at_level("INFO"):
+        threading.Thread(target=kill_when_somebody_waits, daemon=True).start()
+        with directory_lock(tmp_path / "net"):
+            assert holder.wait() != 0
     assert caplog.messages == [f"another process is compiling into {tmp_path / 'net'}: waiting for it"]
 
 

@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 def run(folder: Path, *command: str) -> str:
     """Run Python in ``folder`` and return what it printed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

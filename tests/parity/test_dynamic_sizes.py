@@ -16,12 +16,19 @@ from shardwright.runtime.pieces import local_piece
 from shardwright.runtime.threads import run_ranks
 
 DIMS = {name: {0: "batch", 1: "seq"} for name in ("input_ids", "labels")}
-SIZES = [(4, 8), (6, 5), (3, 7)]
+SIZES = [(4, 8), (6, 5), (3, 15)]
 """The sizes compiled with, and others; the last ones do not divide by two."""
 
 
-@pytest.mark.parametrize("policy", ["tp", "data"])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("gpt2", "tp"),
+        ("llama", "data"),
+        pytest.param("gpt2", "data", marks=pytest.mark.slow),
+        pytest.param("llama", "tp", marks=pytest.mark.slow),
+    ],
+)
 def test_dynamic_batch_and_sequence(tmp_path: Path, name: str, policy: str) -> None:
     entry = zoo.get(name)
     model, batches = entry.build(), [entry.inputs(batch=batch, seq=seq) for batch, seq in SIZES]

@@ -1,10 +1,11 @@
 """Pipelines against one device that accumulates over the same microbatches: loss, gradients, parameters after AdamW steps.
 
-Every schedule, number of stages and number of microbatches on a tiny module; the models by a cover, the rest of their product
-in the slow tests.
+Every schedule and number of stages on a tiny module, with one microbatch, as many as stages, twice as many, and one more; the
+models by a cover. The rest of both products is in the slow tests.
 """
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -55,16 +56,30 @@ class Deep(torch.nn.Module):
         return F.mse_loss(x, target), x
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("schedule", [name for name, method in SCHEDULES.items() if method.trains])
-def test_every_schedule_and_number_of_microbatches(schedule: str, num_ranks: int) -> None:
+TRAINING = [name for name, method in SCHEDULES.items() if method.trains]
+
+
+def check_schedule(schedule: str, num_ranks: int, numbers_of_microbatches: Iterable[int]) -> None:
     generator = torch.Generator().manual_seed(1)
     inputs = {name: torch.randn(3, 6, generator=generator) for name in ("x", "target")}
-    for num_microbatches in range(1, 10):
+    for num_microbatches in numbers_of_microbatches:
         if SCHEDULES[schedule].whole_rounds and num_microbatches % num_ranks:
             continue
         sizes = {"policy": "pp", "plan_ngpus": num_ranks, "runtime_ngpus": num_ranks}
         check(Deep(), inputs, {**sizes, "schedule": schedule, "num_microbatches": num_microbatches})
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_every_schedule(schedule: str, num_ranks: int) -> None:
+    check_schedule(schedule, num_ranks, sorted({1, num_ranks, 2 * num_ranks, 2 * num_ranks + 1}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_every_schedule_and_number_of_microbatches(schedule: str, num_ranks: int) -> None:
+    check_schedule(schedule, num_ranks, range(1, 10))
 
 
 def _cases() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:

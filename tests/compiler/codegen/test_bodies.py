@@ -469,18 +469,6 @@ def test_plan_independent_draws_are_the_same_under_every_plan(tmp_path: Path) ->
 # ------------------------------------------------------------------------------------------------------- dynamic sizes
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_batch_and_sequence_may_vary(name: str, policy: str, tmp_path: Path) -> None:
-    entry = zoo.get(name)
-    model = entry.build()
-    dims = {argument: {0: "batch", 1: "seq"} for argument in ("input_ids", "labels")}
-    compiled = plans.compile_with(plans.traced(model, entry.inputs(), dynamic_dims=dims), policy, 2)
-    for batch, seq in ((4, 8), (2, 5), (3, 7), (5, 16)):
-        inputs = entry.inputs(batch=batch, seq=seq)
-        plans.check(model, inputs, compiled, tmp_path / f"{batch}-{seq}", plans.reference_run(model, [inputs], steps=1))
-
-
 def test_another_size_than_the_compiled_one_is_refused(tmp_path: Path) -> None:
     def refused(module: Any) -> str:
         with pytest.raises(InputError) as caught:

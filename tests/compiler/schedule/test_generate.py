@@ -32,14 +32,20 @@ def warmups(schedule: Schedule) -> list[int]:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_size_is_valid_with_and_without_messages(name: str) -> None:
+def test_every_size_is_valid(name: str) -> None:
     count = 0
     for _, _, _, schedule in schedules_of(name):
         validate(schedule)
-        validate(communicate(schedule))
-        validate(communicate(schedule, posted_ahead=False), transport=Transport.BLOCKING)
         count += 1
     assert count == {"gpipe": 384, "infer_pipe": 384, "1f1b_interleaved": 2 * 42}.get(name, 128)
+
+
+@pytest.mark.parametrize(("most_ranks", "most_microbatches"), [(5, 11), pytest.param(8, 16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_size_is_valid_with_messages(name: str, most_ranks: int, most_microbatches: int) -> None:
+    for _, _, _, schedule in schedules_of(name, most_ranks, most_microbatches):
+        validate(communicate(schedule))
+        validate(communicate(schedule, posted_ahead=False), transport=Transport.BLOCKING)
 
 
 def test_the_entry_of_a_schedule_says_what_it_does() -> None:

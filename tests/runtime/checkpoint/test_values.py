@@ -13,9 +13,10 @@ from torch import nn
 from shardwright.runtime.checkpoint.values import decode, encode
 from shardwright.runtime.errors import CheckpointError
 
+TEXT = st.text('a1 _."\\\n\0é中😀', max_size=4)
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(TEXT | st.integers(), inner),
     max_leaves=12,
 )
 

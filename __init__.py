@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shardwright.compiler.ir.graph import IRGraph
     from shardwright.compiler.ops.register import register_op
     from shardwright.compiler.plan.plan import Plan
+    from shardwright.compiler.search import search_plan
     from shardwright.policies.registry import register_policy
     from shardwright.runtime.broadcast import broadcast_weights
     from shardwright.runtime.checkpoint.deduped import deduped_state_dict, load_deduped_state_dict
@@ -89,6 +90,7 @@ __all__ = [
     "register_policy",
     "run_ranks",
     "save_checkpoint",
+    "search_plan",
 ]
 
 _MODULES = {
@@ -132,6 +134,7 @@ _MODULES = {
     "register_policy": "shardwright.policies.registry",
     "run_ranks": "shardwright.runtime.threads",
     "save_checkpoint": "shardwright.runtime.checkpoint.save",
+    "search_plan": "shardwright.compiler.search",
 }
 
 

@@ -16,19 +16,19 @@ from rich.table import Table
 from shardwright.compiler.calibrate.profile import profile
 from shardwright.compiler.cli_request import add_model, add_model_target, add_ranks, make_console, read_dtype, read_plan_request
 from shardwright.compiler.cli_targets import load_model
-from shardwright.compiler.compile import annotate, compile_graph, pass_manager
+from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import audit
-from shardwright.compiler.cost.hardware import Hardware, load_hardware
+from shardwright.compiler.cost.hardware import load_hardware
 from shardwright.compiler.cost.operator_file import dumps_times, load_times, times_file
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.module_source import in_dtype
-from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.named import split_dim_names
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.report.diff import diff, show_diff
 from shardwright.compiler.report.page import Section, page
 from shardwright.compiler.report.pictures import amount
 from shardwright.compiler.report.plan_tables import new_table
+from shardwright.compiler.search import PlanSearch
 from shardwright.compiler.trace import trace
 from shardwright.policies.autodist.explain import (
     Choice,
@@ -41,8 +41,7 @@ from shardwright.policies.autodist.explain import (
     side_by_side,
 )
 from shardwright.policies.autodist.found import Found
-from shardwright.policies.autodist.policy import AutodistOptions, search, settled
-from shardwright.policies.policy import read_options
+from shardwright.policies.autodist.policy import save
 from shardwright.policies.saved import read_plan_file
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
@@ -53,16 +52,35 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add_model_target(parser)
     add_ranks(parser)
     _add_machine(parser)
+    _add_batch(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan, for policy 'saved'")
     parser.set_defaults(policy="autodist")
 
 
-def _search_request(options: argparse.Namespace) -> tuple[PlannableGraph, ComputeConfig, AutodistOptions, Hardware]:
+def _add_batch(parser: argparse.ArgumentParser) -> None:
+    """The samples of a step."""
+    parser.add_argument(
+        "--global-batch", type=int, metavar="N", help="samples of a step; the size of a microbatch is searched, too"
+    )
+    parser.add_argument("--microbatch", metavar="N,...", help="sizes to choose from (default: 1,2,4,8,16, as far as they fit)")
+    parser.add_argument(
+        "--batch-dims", metavar="INPUT=DIM,...", help="the dim of an input that counts samples, where it cannot be told"
+    )
+
+
+def _asked(options: argparse.Namespace) -> PlanSearch:
     """What a search is asked for on a command line."""
-    policy, config = read_plan_request(options)
-    chosen = read_options(AutodistOptions, {**config.pas_config, "hardware": options.hardware}, policy=policy.name)
-    graph = annotate(_traced(options, config), pass_manager())
-    return graph, config, chosen, load_hardware(options.hardware, config.runtime_ngpus)
+    source, dummy_args = load_model(options.target, options.args)
+    _, config = read_plan_request(options)
+    given: dict[str, object] = {**config.pas_config, "hardware": options.hardware}
+    if options.global_batch is not None:
+        given["global_batch"] = options.global_batch
+    if options.microbatch is not None:
+        given["microbatch"] = read_sizes_listed(options.microbatch)
+    if options.batch_dims is not None:
+        given["batch_dims"] = read_batch_dims(options.batch_dims)
+    config = replace(config, pas_config=given)
+    return PlanSearch.of(source.make(), dummy_args, config, module_dtype=read_dtype(options.dtype))
 
 
 def _traced(options: argparse.Namespace, config: ComputeConfig) -> IRGraph:
@@ -77,6 +95,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     add_model_target(parser)
     add_ranks(parser)
     _add_machine(parser, html=False)
+    _add_batch(parser)
     parser.add_argument("--op", metavar="NAME", help="the runners-up of an operator")
     parser.add_argument("--module", metavar="PATH", help="what a module would cost split otherwise")
     parser.add_argument("--against", metavar="AXIS=N,...", help="compare with the best plan on another mesh: tp=8; pp=2,tp=4")
@@ -85,20 +104,21 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    graph, config, chosen, hardware = _search_request(options)
-    found = search(graph, config, chosen, hardware)
+    asked = _asked(options)
+    found = asked.run()
     console = make_console()
-    plan = settled(found, config, hardware)
+    searched = asked.settled(found)
+    plan, variant = searched.plan, searched.variant
     assert found.best is not None and found.best.cost is not None
-    request = Request(graph, config, chosen, hardware, found.best)
+    request = Request(variant.graph, variant.config, asked.options_for(variant), asked.hardware, found.best)
     console.print(f"{found.best.title}: {plan.certificate}", soft_wrap=True)
-    asked = False
+    told = False
     if options.op is not None:
         console.print(choice_table(f"Operator {options.op}", cheapest(explain_operator(request, options.op), options.most)))
-        asked = True
+        told = True
     if options.module is not None:
         console.print(choice_table(f"Module {options.module}", cheapest(explain_module(request, options.module), options.most)))
-        asked = True
+        told = True
     if options.against is not None:
         other = against(request, read_sizes(options.against))
         table = new_table("Seconds of a step, on the rank that has most", "", found.best.title, other.title)
@@ -107,8 +127,8 @@ def _explain(options: argparse.Namespace) -> int:
         assert other.cost is not None
         table.add_row("peak memory", amount(found.best.cost.peak_bytes, "B"), amount(other.cost.peak_bytes, "B"))
         console.print(table)
-        asked = True
-    if not asked:
+        told = True
+    if not told:
         console.print(str(found.best.cost), soft_wrap=True)
         console.print(choice_table("What would help", levers(request)))
     return 0
@@ -137,28 +157,53 @@ def read_sizes(text: str) -> dict[str, int]:
     return sizes
 
 
+def read_sizes_listed(text: str) -> list[int]:
+    """``1,2,4`` as numbers. Raises :class:`ConfigError` for anything else."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"{text!r} does not list sizes of a microbatch", hint="for example 1,2,4")
+    return [int(part) for part in parts]
+
+
+def read_batch_dims(text: str) -> dict[str, int]:
+    """``input_ids=0,labels=0`` as a mapping. Raises :class:`ConfigError` for anything else."""
+    pairs = [part.strip().partition("=") for part in text.split(",")]
+    if not all(path and dim.isdecimal() for path, _, dim in pairs):
+        raise ConfigError(f"{text!r} does not say dims of inputs", hint="for example input_ids=0,labels=0")
+    return {path: int(dim) for path, _, dim in pairs}
+
+
 def _plan(options: argparse.Namespace) -> int:
-    graph, config, chosen, hardware = _search_request(options)
-    found = search(graph, config, chosen, hardware)
+    asked = _asked(options)
+    found = asked.run()
     console = make_console()
     console.print(candidate_table(found))
-    plan = settled(found, config, hardware)
+    searched = asked.settled(found)
+    plan, graph = searched.plan, searched.variant.graph
+    save(asked.options, plan)
     assert plan.certificate is not None and found.best is not None and found.best.cost is not None
     console.print(str(plan.certificate), soft_wrap=True)
+    if plan.batch is not None:
+        where = ", ".join(f"dim {dim} of {path}" for path, dim in plan.batch.dims.items())
+        console.print(f"a step of a unit: {plan.batch} samples ({where})", soft_wrap=True)
+    if plan.zero_stage is not None:
+        console.print(f"stage of ZeRO: {plan.zero_stage} (use_zero='auto' takes it from the plan)", soft_wrap=True)
     if options.out is not None:
         write_file(options.out, plan.dumps().encode())
         console.print(f"plan: {options.out}", soft_wrap=True)
     if options.html is not None:
         named = replace(plan, dims=split_dim_names(graph, plan))
         sections, facts = [candidate_section(found)], [("above the bound at most", f"{plan.certificate.gap:.2%}")]
-        limit = None if chosen.memory_limit_gb is None else chosen.memory_limit_gb * 1e9
+        facts += [("a step of a unit", f"{plan.batch} samples")] if plan.batch is not None else []
+        facts += [("stage of ZeRO", str(plan.zero_stage))] if plan.zero_stage is not None else []
+        limit_gb = asked.options.memory_limit_gb
         text = page(
             graph.name,
             named,
             found.best.cost,
-            hardware,
-            num_units=config.num_units,
-            memory_bytes=limit,
+            asked.hardware,
+            num_units=asked.config.num_units,
+            memory_bytes=None if limit_gb is None else limit_gb * 1e9,
             sections=sections,
             facts=facts,
         )
@@ -220,7 +265,7 @@ def _simulate(options: argparse.Namespace) -> int:
     graph = _traced(options, config)
     compiled = compile_graph(graph, policy.apply, config, policy_name=policy.name)
     times = load_times(options.hardware)
-    cost = audit(compiled.program, config, hardware, times=times, num_microbatches=options.microbatches)
+    cost = audit(compiled.program, compiled.config, hardware, times=times, num_microbatches=options.microbatches)
     print(cost.dumps() if options.json else cost)
     if options.html is not None:
         text = page(graph.name, compiled.plan, cost, hardware, num_units=config.num_units)

@@ -23,13 +23,13 @@ from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.passes.verify_program import verify_program
 from shardwright.compiler.pipeline import CompileReport, FunctionPass, PassManager
 from shardwright.compiler.plan.builder import PlannableGraph
-from shardwright.compiler.plan.check import check_names
+from shardwright.compiler.plan.check import check_batch, check_names
 from shardwright.compiler.plan.named import split_dim_names
 from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Declaration, Program
-from shardwright.compiler.plan.zero import units_of_storage
+from shardwright.compiler.plan.zero import settled_config, units_of_storage
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import ZERO
@@ -39,10 +39,13 @@ PolicyFunction = Callable[[Any, ComputeConfig], Any]
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a compile makes. ``files``: ``gencode<rank>.py`` for every plan rank, and ``plan.json``."""
+    """What a compile makes. ``files``: ``gencode<rank>.py`` for every plan rank, and ``plan.json``. ``config``: what it was
+    asked for, with what that leaves to the plan.
+    """
 
     program: Program | PipelineProgram
     files: dict[str, str]
+    config: ComputeConfig
     report: CompileReport = field(default_factory=CompileReport)
 
     @property
@@ -109,9 +112,11 @@ def compile_graph(
         with manager.measure("policy"):
             plan = plan_of(policy(planned, config), policy_name)
     check_mesh(plan, config)
+    config = settled_config(plan, config)
     plan = replace(plan, zero=units_of_storage(config))
     plan = replace(plan, outputs={**output_wishes(graph, config), **plan.outputs}, dims=split_dim_names(planned, plan))
     check_names(planned, plan)
+    check_batch(planned, plan)
     if plan.recompute:
         stages = stage_of_ops(planned, plan) if plan.stages else {}
         planned = manager.run(FunctionPass("recompute", lambda g: mark_recompute(g, plan.recompute, stages)), planned)
@@ -125,7 +130,7 @@ def compile_graph(
         origin = Origin(version, graph.name, plan.policy, digest)
         files = _emit(program, origin, config)
         files["plan.json"] = plan.dumps()
-    return Compiled(program, files, manager.report)
+    return Compiled(program, files, config, manager.report)
 
 
 def _emit(program: Program | PipelineProgram, origin: Origin, config: ComputeConfig) -> dict[str, str]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwright import __version__
-from shardwright.compiler.cache import PLAN_FILE, Request, Stored, store, store_weights, weights_match
+from shardwright.compiler.cache import PLAN_FILE, Request, Stored, read_plan, store, store_weights, weights_match
 from shardwright.compiler.compile import Compiled, compile_graph, pass_manager
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.serialize import digest
@@ -99,6 +99,8 @@ def _make_or_find(
             raise _different(order, f"policy {order.policy.name} made another plan")
     if found:
         assert stored.manifest is not None
+        if compiled is None:
+            order.policy.reused(order.config, read_plan(order.directory))
         with manager.measure("weights"):
             if weights_match(stored, tensors):
                 return Generated(order.directory, stored.manifest, "nothing", manager.report)
@@ -158,6 +160,7 @@ def _manifest(compiled: Compiled, request: Request) -> Manifest:
         tensors={made.name: made for made in (_declaration(d.value, d.layout) for d in compiled.declarations)},
         request=request.to_json(),
         use_order=_use_order(compiled.program.graph),
+        zero_stage=plan.zero_stage if request.config.leaves_zero_to_plan else None,
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.plan import Plan
 from shardwright.runtime.config import ORIGINAL_OPTION_NAMES, ORIGINAL_OPTIONS_ELSEWHERE, ComputeConfig
 from shardwright.runtime.errors import ConfigError, did_you_mean
 
@@ -24,6 +25,10 @@ class NoOptions:
     """The options of a policy that takes none."""
 
 
+def _nothing(config: ComputeConfig, plan: Plan) -> None:
+    pass
+
+
 def _no_files(config: ComputeConfig) -> Sequence[Path]:
     return ()
 
@@ -35,7 +40,8 @@ class Policy:
     ``options`` is the dataclass of what it reads from ``pas_config``; ``None``: the function reads ``pas_config`` itself.
     ``built_in``: it belongs to shardwright, so that its name and the version say what it does. A user's own may change
     between two calls, and is run again where a built-in one's stored plan would do. ``files``: those that its options name
-    and that exist; what is in them is part of what a compile is recognised by.
+    and that exist; what is in them is part of what a compile is recognised by. ``reused``: called with the stored plan where
+    that did in the place of ``apply``, for what ``apply`` does besides.
     """
 
     name: str
@@ -43,6 +49,7 @@ class Policy:
     options: type[Any] | None = None
     built_in: bool = False
     files: Callable[[ComputeConfig], Sequence[Path]] = _no_files
+    reused: Callable[[ComputeConfig, Plan], None] = _nothing
 
     def check(self, config: ComputeConfig) -> None:
         """Raise a :class:`ConfigError` if ``pas_config`` is not what the policy takes."""

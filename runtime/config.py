@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -19,6 +19,9 @@ from shardwright.runtime.errors import ConfigError, did_you_mean
 
 OUTPUT_MODES = ("whole", "sharded", "drop")
 """What a rank gets of one output: all of it, its own piece, or nothing (and no collective is spent on it)."""
+
+AUTO = "auto"
+"""``use_zero="auto"``: the plan says the stage of ZeRO."""
 
 ORIGINAL_OPTION_NAMES: Mapping[str, str] = {
     "pipeline_nmicros": "num_microbatches",
@@ -78,6 +81,7 @@ class ComputeConfig:
     stage 1, or with 2 gradients are freed once they are reduced. ``zero_ngroups`` deals the units into groups that split the
     state among themselves; ``zero_use_reduce_scatter`` sends a rank the gradients it needs only (stage 2 always does).
     Stage 3 stores the parameters themselves in pieces over the units of a group, and over the axes that split the batch.
+    ``"auto"`` leaves the stage to the plan: policy ``autodist`` searches it, and a saved plan may carry it.
     ``distributed_optimizer`` is the full option table: dtypes of state and gradients, overlap, buffers. It means stage 1 (and
     scatters) unless ``use_zero`` names another one; with ``use_zero=False`` each rank keeps the state of all that it holds.
 
@@ -97,7 +101,7 @@ class ComputeConfig:
 
     plan_ngpus: int
     runtime_ngpus: int
-    use_zero: bool | int | None = None
+    use_zero: bool | int | str | None = None
     zero_ngroups: int = 1
     zero_use_reduce_scatter: bool = False
     use_end2end: bool = False
@@ -162,9 +166,23 @@ class ComputeConfig:
         return self.runtime_ngpus // self.plan_ngpus
 
     @property
+    def leaves_zero_to_plan(self) -> bool:
+        """Whether the plan says the stage of ZeRO."""
+        return self.use_zero == AUTO
+
+    @property
     def zero_stage(self) -> int:
-        """The stage of ZeRO, 0 without."""
+        """The stage of ZeRO, 0 without. There is none before a plan has said it, where it is left to the plan."""
+        assert not self.leaves_zero_to_plan, "with_zero() comes first"
         return int(self.use_zero or 0)
+
+    def with_zero(self, stage: int) -> ComputeConfig:
+        """The config with a stage of ZeRO; without ZeRO nothing is left of what says how it splits.
+
+        Raises :class:`ConfigError` if other settings do not go with it.
+        """
+        without = {} if stage else {"zero_ngroups": 1, "zero_use_reduce_scatter": False}
+        return replace(self, use_zero=stage, **without)  # type: ignore[arg-type]
 
     @property
     def optimizer_table(self) -> DistributedOptimizerConfig | None:
@@ -263,6 +281,8 @@ def _check_table(config: ComputeConfig) -> None:
             why=f"reducer_bucket_cap_mb={cap_mb:g}, but bucket_cap_mb={table.bucket_cap_mb:g}",
             hint="leave out reducer_bucket_cap_mb",
         )
+    if config.leaves_zero_to_plan:
+        return
     if table.overlap_param_sync and config.zero_stage in (0, 3):
         raise ConfigError(
             f"overlap_param_sync has no meaning with use_zero={config.use_zero}",
@@ -282,9 +302,11 @@ _WHY_NOT_GATHERED = {0: "each rank updates all that it holds", 3: "forward gathe
 
 def _check_zero(config: ComputeConfig) -> None:
     zero = config.use_zero
-    if not isinstance(zero, int) or zero not in (0, 1, 2, 3):
-        raise ConfigError("use_zero is False, True (stage 1), or a stage from 0 to 3", why=f"it is {zero!r}")
-    if not config.zero_stage:
+    if zero != AUTO and (not isinstance(zero, int) or zero not in (0, 1, 2, 3)):
+        raise ConfigError(
+            "use_zero is False, True (stage 1), a stage from 0 to 3, or 'auto' to leave it to the plan", why=f"it is {zero!r}"
+        )
+    if not zero:
         for name, default in (("zero_ngroups", 1), ("zero_use_reduce_scatter", False)):
             if getattr(config, name) != default:
                 raise ConfigError(

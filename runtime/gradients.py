@@ -178,6 +178,15 @@ class TrainedModel:
                     why="it has inference_only=True: no backward was made, and its parameters get no gradients",
                     hint="compile it without inference_only",
                 )
+        asked = config
+        if config is not None and config.leaves_zero_to_plan:
+            if not known:
+                raise ConfigError(
+                    "use_zero='auto' leaves the stage of ZeRO to a plan, and there is none",
+                    why="no part of the module was compiled",
+                    hint="name a stage, use_zero=0 to 3",
+                )
+            asked = config.with_zero(known[0][1].zero_stage)
         for name in REDUCER_SETTINGS:
             values = {repr(getattr(compiled, name)): title for title, compiled in known}
             if len(values) > 1:
@@ -186,9 +195,9 @@ class TrainedModel:
                     why=", ".join(f"{title} is compiled with {value}" for value, title in values.items()),
                     hint=f"compile all of them with one {name}: their gradients are reduced together",
                 )
-            if config is not None and known and getattr(config, name) != getattr(known[0][1], name):
+            if asked is not None and known and getattr(asked, name) != getattr(known[0][1], name):
                 raise ConfigError(
-                    f"compute_config has {name}={getattr(config, name)!r}, "
+                    f"compute_config has {name}={getattr(asked, name)!r}, "
                     f"but {known[0][0]} was compiled with {getattr(known[0][1], name)!r}",
                     hint="leave compute_config out, or compile again with the same one",
                 )

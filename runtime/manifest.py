@@ -36,7 +36,8 @@ class Manifest:
     class. ``mesh``: of one unit; there is one code file per rank of it. ``files``: name to hex sha256 of every file made.
     ``tensors``: parameters, buffers and constants by name, in the order of the original ``named_parameters()``.
     ``use_order``: the parameters in the order in which forward first uses them; backward reaches them in the reverse one.
-    ``request``: the config and whatever else the compiler needs to recognise its own work, as JSON.
+    ``request``: the config and whatever else the compiler needs to recognise its own work, as JSON. ``zero_stage``: of ZeRO,
+    where the config leaves it to the plan.
     """
 
     key: str
@@ -47,6 +48,7 @@ class Manifest:
     tensors: Mapping[str, Declaration]
     request: Mapping[str, Any] = field(default_factory=dict)
     use_order: tuple[str, ...] = ()
+    zero_stage: int | None = None
     format_version: int = FORMAT_VERSION
     shardwright_version: str = __version__
     torch_version: str = field(default_factory=lambda: str(torch.__version__))
@@ -57,9 +59,12 @@ class Manifest:
 
     @property
     def config(self) -> ComputeConfig | None:
-        """What it was compiled with; ``None`` for files that no compile made."""
-        config = self.request.get("config")
-        return None if config is None else ComputeConfig.from_json(config)
+        """What it was compiled with, the plan's choices included; ``None`` for files that no compile made."""
+        asked = self.request.get("config")
+        if asked is None:
+            return None
+        config = ComputeConfig.from_json(asked)
+        return config if self.zero_stage is None else config.with_zero(self.zero_stage)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -73,6 +78,7 @@ class Manifest:
             "files": dict(sorted(self.files.items())),
             "tensors": {name: declaration.to_json() for name, declaration in self.tensors.items()},
             "use_order": list(self.use_order),
+            **({"zero_stage": self.zero_stage} if self.zero_stage is not None else {}),
             "request": dict(self.request),
         }
 
@@ -88,6 +94,7 @@ class Manifest:
             tensors={name: Declaration.from_json(name, item) for name, item in data["tensors"].items()},
             request=dict(data["request"]),
             use_order=tuple(data.get("use_order", ())),
+            zero_stage=data.get("zero_stage"),
             format_version=data["format_version"],
             shardwright_version=data["shardwright_version"],
             torch_version=data["torch_version"],

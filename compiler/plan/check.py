@@ -30,6 +30,24 @@ def check_names(graph: IRGraph, plan: Plan) -> None:
         check_layout(name, layout, inputs[name], plan.mesh)
 
 
+def check_batch(graph: IRGraph, plan: Plan) -> None:
+    """Raise :class:`PlanError` if the plan is for microbatches of another size than the graph was traced for. Sizes that may
+    vary between calls fit.
+    """
+    if plan.batch is None:
+        return
+    values = input_paths(graph)
+    _check_known("input", plan.batch.dims, values)
+    for path, dim in plan.batch.dims.items():
+        size = values[path].shape[dim] if dim < values[path].ndim else None
+        if size != plan.batch.samples and (size is None or isinstance(size, int)):
+            raise PlanError(
+                f"the plan is for microbatches of {plan.batch.samples} samples, and the model was traced for others",
+                why=f"input {path!r} has shape {list(values[path].shape)}, and its dim {dim} counts samples",
+                hint="compile with dummy arguments of that size (shardwright.search_plan returns them), or search again",
+            )
+
+
 def check_strategies(graph: IRGraph, plan: Plan) -> None:
     """Raise :class:`PlanError` for the first operator of the graph that is given a strategy it does not have."""
     for op in ops_of(graph).values():
@@ -81,6 +99,12 @@ def check_layout(name: str, layout: Layout, value: IRValue, mesh: Mesh) -> None:
 def ops_of(graph: IRGraph) -> dict[str, IROp]:
     """The operators by name, those of the evaluation body included."""
     return {op.name: op for body in (graph, graph.eval_graph) if body is not None for op in body.ops}
+
+
+def input_paths(graph: IRGraph) -> dict[str, IRValue]:
+    """The tensors that the module is given, by path: ``input_ids``, ``batch.mask``."""
+    leaves = ((name, path, value) for name, tree in graph.signature for path, value in tree.leaves())
+    return {f"{name}.{path}".rstrip("."): value for name, path, value in leaves if isinstance(value, IRValue)}
 
 
 def output_paths(graph: IRGraph) -> tuple[str, ...]:

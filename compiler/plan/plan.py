@@ -48,6 +48,23 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
+class Batch:
+    """How the samples of a step reach a unit: ``num_microbatches`` microbatches of ``samples`` each. ``dims``: by path of an
+    input, the dim that counts samples.
+    """
+
+    samples: int
+    num_microbatches: int
+    dims: Mapping[str, int] = field(default_factory=dict, hash=False)
+
+    def __str__(self) -> str:
+        return f"{self.num_microbatches} microbatch{'es' if self.num_microbatches > 1 else ''} of {self.samples}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "dims": dict(self.dims)}
+
+
+@dataclass(frozen=True)
 class Certificate:
     """What a search knows of its plan: it takes ``cost_s`` seconds per step on ``hardware``, and no plan of the ``space`` that
     was searched takes less than ``bound_s``, for the reason ``proof``. ``found``: what was tried besides, such as other meshes.
@@ -92,7 +109,10 @@ class Plan:
     meshes. ``schedule`` names the order of forwards and backwards of ``num_microbatches`` samples.
 
     ``zero``: over how many units ZeRO-3 stores parameters in pieces (see :mod:`shardwright.compiler.plan.zero`); 0 without
-    it. The config decides it, not the policy.
+    it. It follows from the config, with the stage that the plan has chosen.
+
+    ``zero_stage``: the stage of ZeRO that the plan was chosen for (``ComputeConfig(use_zero="auto")``); ``None``: any.
+    ``batch``: the microbatches that it was chosen for, where their size was; inputs are of that size then.
     """
 
     mesh: Mesh
@@ -110,6 +130,8 @@ class Plan:
     dims: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     certificate: Certificate | None = None
     zero: int = 0
+    zero_stage: int | None = None
+    batch: Batch | None = None
 
     @property
     def storage_mesh(self) -> Mesh:
@@ -139,6 +161,8 @@ class Plan:
             "notes": [vars(note) for note in self.notes],
             "recompute": list(self.recompute),
             **({"zero": self.zero} if self.zero else {}),
+            **({"zero_stage": self.zero_stage} if self.zero_stage is not None else {}),
+            **({"batch": self.batch.to_json()} if self.batch is not None else {}),
             **(
                 {
                     "stages": [stage.to_json() for stage in self.stages],
@@ -173,6 +197,8 @@ class Plan:
             data.get("dims", {}),
             Certificate.from_json(data["certificate"]) if "certificate" in data else None,
             data.get("zero", 0),
+            data.get("zero_stage"),
+            Batch(**data["batch"]) if "batch" in data else None,
         )
 
     def dumps(self) -> str:

@@ -13,7 +13,9 @@ from dataclasses import replace
 from math import prod
 
 from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.plan.plan import Plan
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import ZERO, Layout, Mesh
 
 LARGE_VECTOR = 2**16
@@ -21,6 +23,31 @@ LARGE_VECTOR = 2**16
 
 NEARLY_BEST = 1.1
 """Among the ways to cut a tensor whose largest pieces are at most this much above the smallest, the first dim is taken."""
+
+
+def settled_config(plan: Plan, config: ComputeConfig) -> ComputeConfig:
+    """The config with the stage of ZeRO that the plan says, where it leaves it to the plan.
+
+    Raises:
+        PlanError: the plan says none, or another one than the config.
+        ConfigError: other settings do not go with the stage.
+    """
+    stage = plan.zero_stage
+    if config.leaves_zero_to_plan:
+        if stage is None:
+            raise PlanError(
+                "the plan says no stage of ZeRO",
+                why=f"use_zero='auto' leaves it to the plan, and policy {plan.policy!r} chose none",
+                hint="policy 'autodist' searches it; else name a stage, use_zero=0 to 3",
+            )
+        return config.with_zero(stage)
+    if stage is not None and stage != config.zero_stage:
+        raise PlanError(
+            f"the plan was chosen for stage {stage} of ZeRO",
+            why=f"use_zero is {config.use_zero!r}, and time and memory of the plan are those of stage {stage}",
+            hint=f"use_zero={stage}, or use_zero='auto' for what the plan says",
+        )
+    return config
 
 
 def units_of_storage(config: ComputeConfig) -> int:

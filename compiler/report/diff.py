@@ -80,6 +80,10 @@ def _settings(plan: Plan) -> dict[str, str]:
             first = stage.first_op or "the first operator"
             settings[f"stage {index}"] = f"from {first}, on ranks {_ranges(stage.ranks)} as {stage.mesh}"
         settings.update({f"actions of position {i}": text for i, text in enumerate(plan.actions)})
+    if plan.zero_stage is not None:
+        settings["stage of ZeRO"] = str(plan.zero_stage)
+    if plan.batch is not None:
+        settings["batch of a unit"] = str(plan.batch)
     if plan.recompute:
         settings["recompute"] = ", ".join(plan.recompute)
     return settings

@@ -32,11 +32,14 @@ def header(directory: Path, manifest: Manifest, plan: Plan) -> RenderableType:
     """What it is, in a few lines."""
     config = manifest.request.get("config", {})
     units = config.get("runtime_ngpus", plan.mesh.size) // plan.mesh.size
+    zero = [f"stage {plan.zero_stage}, as the plan says"] if plan.zero_stage is not None else []
+    zero += [f"parameters in pieces over {plan.zero} units"] if plan.zero > 1 else []
     lines = [
         ("model", manifest.class_name),
         ("policy", plan.policy),
         ("mesh", f"{plan.mesh}, {units} unit{'s' if units != 1 else ''}"),
-        *([("zero", f"parameters in pieces over {plan.zero} units")] if plan.zero > 1 else []),
+        *([("batch", f"{plan.batch} samples in a unit")] if plan.batch is not None else []),
+        *([("zero", ", ".join(zero))] if zero else []),
         ("made by", f"shardwright {manifest.shardwright_version}, torch {manifest.torch_version}"),
         ("files", str(directory)),
     ]

@@ -121,6 +121,8 @@ def compile_into(
 
 
 def _num_samples(directory: Path, config: ComputeConfig) -> int:
-    """How many samples a step has: what the schedule says, two without one; one outside of end2end modules."""
+    """How many samples a step has: what the plan says, two if it says nothing; one outside of end2end modules."""
     plan = read_plan(directory)
+    if plan.batch is not None and config.use_end2end:
+        return plan.batch.num_microbatches
     return 1 if not config.use_end2end else plan.num_microbatches if plan.stages else 2

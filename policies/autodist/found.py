@@ -52,10 +52,14 @@ class Candidate:
         return self.predicted_s if self.cost is None else self.cost.step_s
 
 
+INTERRUPT = "Ctrl-C"
+"""What ended a search that was interrupted from the keyboard."""
+
+
 @dataclass
 class Found:
     """What a search has found so far. ``audited``: candidates that were lowered, best first; ``others``: predicted only;
-    ``refused``: what was tried and why it is no candidate.
+    ``refused``: what was tried and why it is no candidate. ``searched``: what searches this is of, where there were several.
     """
 
     audited: list[Candidate] = field(default_factory=list)
@@ -63,6 +67,7 @@ class Found:
     refused: dict[str, str] = field(default_factory=dict)
     interrupted: str | None = None
     seconds: float = 0.0
+    searched: str = ""
 
     @property
     def best(self) -> Candidate | None:

@@ -16,6 +16,7 @@ from shardwright.compiler.plan.named import split_dim_names
 from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.compiler.plan.plan import Certificate, Plan
 from shardwright.compiler.schedule.generate import SCHEDULES
+from shardwright.policies.autodist.batches import own_batch
 from shardwright.policies.autodist.candidates import divisors, meshes, named
 from shardwright.policies.autodist.constraints import Constraints
 from shardwright.policies.autodist.formulation import Node, OpNode
@@ -27,6 +28,7 @@ from shardwright.policies.autodist.request import PlacementRequest
 from shardwright.policies.autodist.search import Search
 from shardwright.policies.autodist.solver.problem import Infeasible
 from shardwright.policies.autodist.space import Placed, Space, Wish
+from shardwright.policies.autodist.variants import Variant, Variants
 from shardwright.policies.partition import starts_at
 from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.saved import SavedOptions, load_plan
@@ -51,6 +53,12 @@ class AutodistOptions:
     pipeline. ``schedule``, ``chunks``, ``stage_starts``: as for policy ``hybrid``. ``update_freq``: microbatches of a step
     whose gradients are accumulated, where there is no pipeline.
 
+    **Batch.** ``global_batch``: the samples of a step, over all units, in the place of a number of microbatches.
+    ``microbatch``: sizes of one unit's microbatch to choose from; where the model is traced for one size, only that one.
+    ``batch_dims``: by path of an input, the dim that counts samples, where it cannot be told.
+
+    **ZeRO.** ``zero``: stages to choose from where ``ComputeConfig(use_zero="auto")`` leaves it to the plan (default: all).
+
     **Recompute.** ``recompute``: module paths computed again, whatever the memory; ``[]``: none. Left out, layers are computed
     again as far as the memory asks for it.
 
@@ -72,10 +80,38 @@ class AutodistOptions:
     chunks: int | None = None
     stage_starts: tuple[str, ...] | None = None
     update_freq: int | None = None
+    global_batch: int | None = None
+    microbatch: tuple[int, ...] | None = None
+    batch_dims: Mapping[str, int] = field(default_factory=dict)
+    zero: tuple[int, ...] | None = None
     recompute: tuple[str, ...] | None = None
     time_limit_s: float = 120.0
     save_plan: str | None = None
     load_plan: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.save_plan is not None and self.load_plan is not None:
+            raise ConfigError(
+                "policy 'autodist' has save_plan and load_plan",
+                why=f"the plan in {self.load_plan} is used as it is, and nothing is found that could be saved",
+                hint="leave out one of them",
+            )
+        if self.global_batch is None:
+            alone = [name for name in ("microbatch", "batch_dims") if getattr(self, name)]
+            if alone:
+                raise ConfigError(
+                    f"policy 'autodist' has {' and '.join(alone)} but no global_batch",
+                    why="the samples of a step are cut into microbatches, and their number is not known",
+                    hint="give global_batch, the samples of a step over all units",
+                )
+            return
+        twice = [name for name in ("num_microbatches", "update_freq") if getattr(self, name) is not None]
+        if twice:
+            raise ConfigError(
+                f"policy 'autodist' has global_batch and {' and '.join(twice)}",
+                why=f"global_batch={self.global_batch} and the size of a microbatch say how many there are",
+                hint=f"leave out {' and '.join(twice)}, or global_batch",
+            )
 
 
 def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
@@ -84,10 +120,24 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
     if options.load_plan is not None:
         return load_plan(SavedOptions(load_plan=options.load_plan, num_microbatches=options.num_microbatches), graph, config)
     hardware = load_hardware(options.hardware, config.runtime_ngpus)
-    plan = settled(search(graph, config, options, hardware), config, hardware)
+    batch = None
+    if options.global_batch is not None:
+        batch = own_batch(graph, config, options.global_batch, options.microbatch, options.batch_dims)
+    variants = Variants.of({batch: graph}, config, options.zero)
+    plan = settled(search_variants(variants, options, hardware), config, hardware)
+    save(options, plan)
+    return plan
+
+
+def reused(config: ComputeConfig, plan: Plan) -> None:
+    """Write the plan that a compile has found made where a new one would have been written."""
+    save(read_options(AutodistOptions, config.pas_config, policy="autodist"), plan)
+
+
+def save(options: AutodistOptions, plan: Plan) -> None:
+    """Write the plan where the options want it."""
     if options.save_plan is not None:
         write_file(Path(options.save_plan), plan.dumps().encode())
-    return plan
 
 
 def settled(found: Found, config: ComputeConfig, hardware: Hardware) -> Plan:
@@ -104,16 +154,41 @@ def settled(found: Found, config: ComputeConfig, hardware: Hardware) -> Plan:
 
 
 def search(graph: PlannableGraph, config: ComputeConfig, options: AutodistOptions, hardware: Hardware) -> Found:
-    """What a search with these options finds, with the times of operators measured on the machine if there are any.
+    """What a search with these options finds for one graph, with every stage of ZeRO that the config leaves to it.
+
+    Raises what :func:`search_variants` raises.
+    """
+    return search_variants(Variants.of({None: graph}, config, options.zero), options, hardware)
+
+
+def search_variants(variants: Variants, options: AutodistOptions, hardware: Hardware) -> Found:
+    """What searches with these options find, with the times of operators measured on the machine if there are any.
 
     Raises:
         ConfigError: options that contradict each other or the config; a file of times that is none.
         PlanError: constraints or stages that the model does not have.
     """
-    space = _space(graph, config, options, hardware)
     times = load_times(options.hardware)
-    placer = Placer(graph, config, options, hardware, times)
-    return Search(graph, config, hardware, space, placer, times=times, time_limit_s=options.time_limit_s).run()
+    pricings: dict[Mesh, Pricing] = {}
+
+    def one(variant: Variant, time_limit_s: float) -> Found:
+        chosen = options_of(variant, options, time_limit_s)
+        space = _space(variant.graph, variant.config, chosen, hardware)
+        placer = Placer(variant.graph, variant.config, chosen, hardware, times, pricings)
+        return Search(
+            variant.graph, variant.config, hardware, space, placer, times=times, time_limit_s=time_limit_s
+        ).run()  # fmt: skip
+
+    return variants.search(one, options.time_limit_s)
+
+
+def options_of(variant: Variant, options: AutodistOptions, time_limit_s: float) -> AutodistOptions:
+    """The options of the search of one variant, with all chosen that tells it from the others."""
+    chosen = replace(options, time_limit_s=time_limit_s, zero=None, global_batch=None, microbatch=None, batch_dims={})
+    if variant.batch is None:
+        return chosen
+    name = "num_microbatches" if variant.config.use_end2end else "update_freq"
+    return replace(chosen, **{name: variant.batch.num_microbatches})  # type: ignore[arg-type]
 
 
 def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificate:
@@ -121,6 +196,8 @@ def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificat
     proof = best.placed.proof
     if best.plan.stages:
         proof += "; the placement was chosen before the stages, of which the bound holds for every split between blocks"
+    if found.searched:
+        proof += f"; searched one by one: {found.searched}"
     if found.interrupted is not None:
         proof += f"; the search ended by {found.interrupted}"
     tried = [f"{c.title}: {c.step_s * 1e3:.6g} ms, at least {c.bound_s * 1e3:.6g} ms" for c in (*found.audited, *found.others)]
@@ -188,7 +265,7 @@ def _check(config: ComputeConfig, options: AutodistOptions) -> None:
     if options.mesh is not None:
         mesh = Mesh.of(options.mesh)
         positions = options.num_stages or 1
-        if min(size for _, size in mesh.axes) < 1 or config.plan_ngpus % mesh.size or "pp" in mesh.names:
+        if any(size < 1 for _, size in mesh.axes) or config.plan_ngpus % mesh.size or "pp" in mesh.names:
             why = f"mesh {mesh} is that of one pipeline position, plan_ngpus={config.plan_ngpus}"
             raise ConfigError(
                 "the mesh of policy 'autodist' does not divide the ranks", why=why, hint="leave out the axis 'pp'"
@@ -229,10 +306,11 @@ class Placer:
         options: AutodistOptions,
         hardware: Hardware,
         times: OperatorTimes | None = None,
+        pricings: dict[Mesh, Pricing] | None = None,
     ) -> None:
         self.graph, self.config, self.options, self.hardware, self.times = graph, config, options, hardware, times
         self._deadline = time.monotonic() + options.time_limit_s
-        self._pricings: dict[Mesh, Pricing] = {}
+        self._pricings: dict[Mesh, Pricing] = {} if pricings is None else pricings
 
     def request(self, wish: Wish) -> PlacementRequest:
         """What a wish asks of the placement, with what the options fix."""
@@ -312,4 +390,4 @@ def files(config: ComputeConfig) -> list[Path]:
     return [path for path in named if path is not None and path.is_file()]
 
 
-POLICY = Policy("autodist", apply, AutodistOptions, built_in=True, files=files)
+POLICY = Policy("autodist", apply, AutodistOptions, built_in=True, files=files, reused=reused)

@@ -33,7 +33,7 @@ from shardwright.compiler.plan.zero import units_of_storage
 from shardwright.policies.autodist.blocks import Setting
 from shardwright.policies.autodist.candidates import Pace, divisors, paces
 from shardwright.policies.autodist.cutting import Cutter
-from shardwright.policies.autodist.found import Attempt, Candidate, Found
+from shardwright.policies.autodist.found import INTERRUPT, Attempt, Candidate, Found
 from shardwright.policies.autodist.space import Placed, Placer, Space
 from shardwright.policies.autodist.stages import NoFit
 from shardwright.policies.autodist.wishes import wishes
@@ -83,7 +83,7 @@ class Search:
         except KeyboardInterrupt:
             if not self.found.others and not self.found.audited:
                 raise
-            self.found.interrupted = "Ctrl-C"
+            self.found.interrupted = INTERRUPT
             self._audit_best(most=1)
         self.found.seconds = time.monotonic() - began
         return self.found

@@ -223,6 +223,16 @@ def test_another_machine_of_the_same_name_is_noticed(tmp_path):
     assert f"\n  why:   the file {machine.with_suffix('.operators.json')} has changed\n" in text
 
 
+def test_a_plan_to_be_saved_is_saved_when_the_compile_is_found_made(tmp_path):
+    fields = {"pas_config": {"mesh": {"tp": 2}, "save_plan": str(tmp_path / "plan.json")}}
+    folder = compile_net(tmp_path, policy="autodist", fields=fields)
+    (tmp_path / "plan.json").unlink()
+    before = snapshot(folder)
+    compile_net(tmp_path, policy="autodist", fields=fields)
+    assert snapshot(folder) == before
+    assert (tmp_path / "plan.json").read_text() == (folder / "plan.json").read_text()
+
+
 def test_moo_keeps_what_matches(tmp_path):
     folder = compile_net(tmp_path)
     before = snapshot(folder)

@@ -60,6 +60,25 @@ def test_a_machine_that_is_too_small(run) -> None:  # type: ignore[no-untyped-de
     assert "did you mean 'a100" in shown or "one of" in shown
 
 
+def test_the_stage_of_zero_and_the_size_of_a_microbatch_are_searched(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    ranks = "--plan-ngpus 1 --runtime-ngpus 2 --set use_zero=auto"
+    asked = f"{ranks} --global-batch 8 --microbatch 2,4 --batch-dims x=0,target=0"
+    shown = run(f"plan plan_models:make {asked} --out plan.json --html plan.html")
+    assert "one rank, microbatches of 2, ZeRO-3" in shown
+    assert "searched one by one: microbatches of 2 and 4 samples, stages 0, 1, 2 and 3 of ZeRO" in shown
+    assert "a step of a unit: 1 microbatch of 4 samples (dim 0 of x, dim 0 of target)\n" in shown
+    assert "stage of ZeRO: 2 (use_zero='auto' takes it from the plan)\n" in shown
+    assert "1 microbatch of 4 samples" in (tmp_path / "plan.html").read_text()
+    run(f"verify plan_models:make --policy saved {ranks} --steps 1 --set pas_config.load_plan=plan.json")
+    assert "What would help" in run(f"explain plan_models:make {asked}")
+    for wrong, words in (
+        ("--global-batch 8 --microbatch 2;4", "error: '2;4' does not list sizes of a microbatch\n  try:   for example 1,2,4"),
+        ("--batch-dims x", "error: 'x' does not say dims of inputs\n  try:   for example input_ids=0,labels=0"),
+        ("--set pas_config.load_plan=a.json", "error: a search has no use for load_plan\n"),
+    ):
+        assert run(f"plan plan_models:make {ranks} {wrong}", expected=1).startswith(words)
+
+
 def test_explain(run) -> None:  # type: ignore[no-untyped-def]
     request = "explain plan_models:make --plan-ngpus 2"
     shown = run(request)

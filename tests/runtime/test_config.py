@@ -65,7 +65,7 @@ REFUSALS = {
     ),
     "zero stage": (
         {"use_zero": 4},
-        "use_zero is False, True (stage 1), or a stage from 0 to 3\n  why:   it is 4",
+        "use_zero is False, True (stage 1), a stage from 0 to 3, or 'auto' to leave it to the plan\n  why:   it is 4",
     ),
     "zero groups without zero": (
         {"zero_ngroups": 2},
@@ -299,6 +299,10 @@ def test_the_option_table_of_the_distributed_optimizer():
     assert ComputeConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
     assert hash(config) == hash(dataclasses.replace(config, distributed_optimizer=DistributedOptimizerConfig(dtype="bf16")))
     assert dataclasses.replace(config, use_zero=2).zero_stage == 2
+    left = dataclasses.replace(config, use_zero="auto")
+    assert left.leaves_zero_to_plan and ComputeConfig.from_json(left.to_json()) == left
+    assert left.with_zero(3) == dataclasses.replace(config, use_zero=3)
+    assert left.with_zero(0) == dataclasses.replace(config, use_zero=0, zero_ngroups=1)
     for stage in range(4):
         config = ComputeConfig(plan_ngpus=1, runtime_ngpus=2, distributed_optimizer={}, use_zero=stage)
         assert config.zero_stage == stage and ComputeConfig.from_json(config.to_json()) == config

@@ -405,6 +405,15 @@ def test_a_config_that_contradicts_the_compiled_one(tmp_path):
     )
 
 
+def test_a_config_that_leaves_the_stage_to_a_plan_that_is_not_there():
+    config = {"plan_ngpus": 1, "runtime_ngpus": 1, "use_zero": "auto"}
+    assert refused(build_optimizer, make_model(), adamw, config) == (
+        "use_zero='auto' leaves the stage of ZeRO to a plan, and there is none\n"
+        "  why:   no part of the module was compiled\n"
+        "  try:   name a stage, use_zero=0 to 3"
+    )
+
+
 def test_parts_compiled_with_different_settings(tmp_path):
     config = {"plan_ngpus": 1, "runtime_ngpus": 1}
     one = write_files(tmp_path / "one", make_model(), 1, 1, config)

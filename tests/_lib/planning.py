@@ -6,7 +6,6 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-import zoo
 from plans import annotated, traced
 from torch import nn
 
@@ -36,12 +35,6 @@ def slow_machine(num_devices: int, *, bytes_per_s: float = 1e8) -> Hardware:
 def mesh_of(text: str) -> Mesh:
     """``"2x2"`` as a mesh of axes x, y, z."""
     return Mesh(tuple(zip("xyz", map(int, text.split("x")), strict=False)))
-
-
-@functools.cache
-def zoo_graph(name: str) -> PlannableGraph:
-    entry = zoo.get(name)
-    return annotated(traced(entry.build(), entry.inputs()))
 
 
 def graph_of(module: nn.Module, inputs: dict[str, Any]) -> PlannableGraph:

@@ -11,10 +11,10 @@ from typing import Any
 
 import layouts
 import torch
+import zoo
 from parity import Reference, assert_close_tree, reference_run, tensors_of
 from precision import float64_casts
 from torch import Tensor, nn
-from zoo import loss_of
 
 from shardwright.compiler.compile import Compiled, annotate, compile_graph, pass_manager
 from shardwright.compiler.ir.graph import IRGraph
@@ -44,6 +44,19 @@ def traced(module: nn.Module, inputs: Mapping[str, Any], **options: Any) -> IRGr
 
 def annotated(graph: IRGraph) -> PlannableGraph:
     return annotate(graph, pass_manager())
+
+
+@functools.cache
+def zoo_traced(name: str) -> IRGraph:
+    """The graph of a model of the zoo. Graphs are immutable: all tests of a process share it."""
+    entry = zoo.get(name)
+    return traced(entry.build(), entry.inputs())
+
+
+@functools.cache
+def zoo_graph(name: str) -> PlannableGraph:
+    """The same with rules and dims."""
+    return annotated(zoo_traced(name))
 
 
 def write(directory: Path, compiled: Compiled, module: nn.Module) -> None:
@@ -89,7 +102,7 @@ def run_once(directory: Path, compiled: Compiled, inputs: Mapping[str, Any]) -> 
     def rank(index: int) -> tuple[Tensor, dict[str, Tensor | None], dict[CommunicationKey, CommunicationVolume]]:
         module = load_class(directory)()
         with count_communication() as volume:
-            loss = loss_of(module(**inputs))
+            loss = zoo.loss_of(module(**inputs))
             loss.backward()
         grads = {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
         return loss.detach(), grads, {key: total for key, total in volume.items() if key.phase != "setup"}

@@ -26,8 +26,7 @@ def prepared(name: str) -> tuple[Any, ...]:
     """The model, its inputs, its graph (bare and with rules), and what one device computes."""
     entry = zoo.get(name)
     model, inputs = entry.build(), entry.inputs()
-    graph = plans.traced(model, inputs)
-    return model, inputs, graph, plans.annotated(graph), plans.reference_run(model, [inputs], steps=1)
+    return model, inputs, plans.zoo_traced(name), plans.zoo_graph(name), plans.reference_run(model, [inputs], steps=1)
 
 
 def check_random_plan(name: str, seed: int, directory: Path) -> None:

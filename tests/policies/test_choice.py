@@ -1,6 +1,5 @@
 """Which dims tensor parallelism splits, on models of every family, and what the built-in policies say and refuse."""
 
-import functools
 import re
 from collections import Counter
 
@@ -22,12 +21,6 @@ from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Layout
 
 
-@functools.cache
-def graph_of(name: str) -> PlannableGraph:
-    entry = zoo.get(name)
-    return plans.annotated(plans.traced(entry.build(), entry.inputs()))
-
-
 def chosen(graph: PlannableGraph, num_ranks: int = 2) -> list[DimClass]:
     assert graph.dims is not None
     return [graph.dims.classes[index] for index in sorted(choose_dims(graph, num_ranks))]
@@ -40,14 +33,14 @@ TRANSFORMERS += zoo.names("own", "encoder-decoder") + zoo.names("own", "vision")
 @pytest.mark.parametrize("name", [n for n in TRANSFORMERS if "resnet" not in n and "unet" not in n])
 def test_the_hidden_dim_of_a_transformer_is_never_split(name: str) -> None:
     """It is what every norm needs whole and what every product of the model reads or writes."""
-    names = [c.name for c in chosen(graph_of(name))]
+    names = [c.name for c in chosen(plans.zoo_graph(name))]
     assert not {"hidden", "batch", "seq", "query_seq", "key_seq"} & set(names)
     assert names.count("ffn") >= 2
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "dit"])
 def test_heads_ffn_and_vocabulary_are_split(name: str) -> None:
-    names = {c.name for c in chosen(graph_of(name))}
+    names = {c.name for c in chosen(plans.zoo_graph(name))}
     assert (
         names
         == {
@@ -61,7 +54,7 @@ def test_heads_ffn_and_vocabulary_are_split(name: str) -> None:
 
 
 def test_each_layer_has_its_own_classes() -> None:
-    names = [c.name for c in chosen(graph_of("gpt2"))]
+    names = [c.name for c in chosen(plans.zoo_graph("gpt2"))]
     assert sorted(names) == ["ffn", "ffn", "heads", "heads", "vocab"]
 
 
@@ -90,7 +83,7 @@ def test_uneven_heads_are_split_rather_than_gathered() -> None:
 
 def test_channels_of_a_residual_network_alternate() -> None:
     """Column- then row-parallel convolutions: the inner channels of a block, not those of the residual stream."""
-    split = {parameter for c in chosen(graph_of("resnet")) for parameter in c.parameters}
+    split = {parameter for c in chosen(plans.zoo_graph("resnet")) for parameter in c.parameters}
     assert {name for name in split if "conv" in name} == {
         "layer1.conv1.weight:0",
         "layer1.conv2.weight:1",
@@ -102,7 +95,7 @@ def test_channels_of_a_residual_network_alternate() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-uneven", "t5", "vit-uneven", "dit", "resnet", "unet"])
 def test_a_policy_never_splits_two_dims_of_one_product(name: str) -> None:
-    graph = graph_of(name)
+    graph = plans.zoo_graph(name)
     assert graph.dims is not None
     split = choose_dims(graph, 2)
     for op in graph.ops:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import zoo
-from plans import compile_with, traced
+from plans import compile_with, zoo_traced
 
 from shardwright.compiler.calibrate.profile import profile
 from shardwright.compiler.cli import main
@@ -24,8 +23,7 @@ CPU = torch.device("cpu")
 
 
 def program_of(policy: str, num_ranks: int) -> Program:
-    entry = zoo.get("gpt2")
-    program = compile_with(traced(entry.build(), entry.inputs()), policy, num_ranks).program
+    program = compile_with(zoo_traced("gpt2"), policy, num_ranks).program
     assert isinstance(program, Program)
     return program
 

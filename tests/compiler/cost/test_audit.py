@@ -1,14 +1,12 @@
 """Costs of whole programs: sums without stages, streams beside each other, simulated schedules."""
 
-import functools
 import itertools
 import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import zoo
-from plans import traced
+from plans import zoo_traced
 
 from shardwright.compiler.compile import Compiled, compile_graph
 from shardwright.compiler.cost.adapters import reduction_s, step_time
@@ -16,7 +14,6 @@ from shardwright.compiler.cost.audit import PlanCost, audit
 from shardwright.compiler.cost.hardware import Device, Hardware, Tier
 from shardwright.compiler.cost.local import local_bytes, local_call
 from shardwright.compiler.cost.operators import OperatorTimes, OpTime, call_key, op_time, optimizer_s
-from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Adapt, Program
@@ -28,12 +25,6 @@ RATES = dict.fromkeys(("float64", "float32"), 1e9)
 HARDWARE = Hardware("toy", Device("toy", 10**9, RATES, 1e9, 1e-6), (Tier("link", (8,), 1e-5, 1e8),))
 
 
-@functools.cache
-def graph_of_gpt2() -> IRGraph:
-    entry = zoo.get("gpt2")
-    return traced(entry.build(), entry.inputs())
-
-
 def compiled(policy: str, plan: int, runtime: int | None = None, **fields: Any) -> tuple[Compiled, ComputeConfig]:
     recompute = fields.pop("recompute", ())
     config = ComputeConfig(plan_ngpus=plan, runtime_ngpus=runtime or plan, use_end2end=True, **fields)
@@ -43,7 +34,7 @@ def compiled(policy: str, plan: int, runtime: int | None = None, **fields: Any) 
         made: Plan = getattr(found, "plan", found)
         return replace(made, recompute=recompute)
 
-    return compile_graph(graph_of_gpt2(), apply, config, policy_name=policy), config
+    return compile_graph(zoo_traced("gpt2"), apply, config, policy_name=policy), config
 
 
 def cost_of(policy: str, plan: int, runtime: int | None = None, hardware: Hardware = HARDWARE, **fields: Any) -> PlanCost:

@@ -27,18 +27,13 @@ def dims_of(graph: PlannableGraph) -> ModelDims:
     return graph.dims
 
 
-def zoo_graph(name: str, **sizes: int) -> PlannableGraph:
-    entry = zoo.get(name)
-    return plans.annotated(plans.traced(entry.build(**sizes), entry.inputs()))
-
-
 def described(graph: PlannableGraph, fqn: str) -> str:
     """The dims of a parameter, by name."""
     return dims_of(graph).describe(next(v.name for v in graph.parameters if v.fqn == fqn))
 
 
 def test_dims_of_gpt2() -> None:
-    graph = zoo_graph("gpt2")
+    graph = plans.zoo_graph("gpt2")
     dims = dims_of(graph)
     assert not dims.conflicts
     names = Counter(c.name for c in dims.classes)
@@ -60,7 +55,7 @@ def test_dims_of_gpt2() -> None:
 
 
 def test_query_heads_that_share_keys_and_values() -> None:
-    graph = zoo_graph("llama")
+    graph = plans.zoo_graph("llama")
     layer = "model.layers.0.self_attn"
     assert not dims_of(graph).conflicts
     assert described(graph, f"{layer}.q_proj.weight") == "[kv_heads * heads_per_kv * head_dim, hidden]"
@@ -76,22 +71,22 @@ def test_query_heads_that_share_keys_and_values() -> None:
 
 
 def test_one_key_value_head_leaves_plain_heads() -> None:
-    assert described(zoo_graph("llama-mqa"), "model.layers.0.self_attn.q_proj.weight") == "[heads * head_dim, hidden]"
+    assert described(plans.zoo_graph("llama-mqa"), "model.layers.0.self_attn.q_proj.weight") == "[heads * head_dim, hidden]"
 
 
 def test_attention_written_out_has_heads_too() -> None:
-    assert described(zoo_graph("gpt2-eager"), "transformer.h.0.attn.c_attn.weight") == "[hidden, qkv * heads * head_dim]"
-    assert described(zoo_graph("encoder-decoder"), "decoder.0.cross.query.weight").startswith("[heads * ")
+    assert described(plans.zoo_graph("gpt2-eager"), "transformer.h.0.attn.c_attn.weight") == "[hidden, qkv * heads * head_dim]"
+    assert described(plans.zoo_graph("encoder-decoder"), "decoder.0.cross.query.weight").startswith("[heads * ")
 
 
 def test_the_legend_tells_vocabularies_from_small_tables() -> None:
-    graph = zoo_graph("bert")
+    graph = plans.zoo_graph("bert")
     assert described(graph, "bert.embeddings.word_embeddings.weight") == "[vocab, hidden]"
     assert described(graph, "bert.embeddings.token_type_embeddings.weight") == "[token_type_embeddings_dim, hidden]"
 
 
 def test_kernels_are_no_channels() -> None:
-    graph = zoo_graph("resnet")
+    graph = plans.zoo_graph("resnet")
     assert described(graph, "layer2.conv2.weight") == "[conv2_dim, conv1_dim, kernel, kernel]"
 
 
@@ -232,7 +227,7 @@ def test_symbolic_dims_keep_their_names() -> None:
 
 def test_refined_pieces_keep_the_kind_of_their_factor() -> None:
     """The fused output of GPT-2 is three pieces; each may be split, and the norm's hidden dim stays whole."""
-    graph = zoo_graph("gpt2")
+    graph = plans.zoo_graph("gpt2")
     product = next(op for op in graph.ops if op.module_path == "transformer.h.0.attn.c_attn" and op.target == "addmm")
     assert product.rule is not None
     sizes = {f.name: (f.size, f.kind) for f in product.rule.factors}

@@ -8,7 +8,6 @@ import plans
 import pytest
 import torch
 import torch.nn.functional as F
-import zoo
 from torch import Tensor, nn
 
 from shardwright.compiler.compile import Compiled
@@ -287,8 +286,7 @@ def test_strategies_that_do_not_exist_are_refused() -> None:
 
 
 def test_adapters_stand_right_before_their_first_use() -> None:
-    entry = zoo.get("gpt2")
-    program = plans.compile_with(plans.traced(entry.build(), entry.inputs()), "tp", 2).program
+    program = plans.compile_with(plans.zoo_traced("gpt2"), "tp", 2).program
     for position, instruction in enumerate(program.body):
         if isinstance(instruction, Adapt):
             following = next((i for i in program.body[position:] if isinstance(i, Compute)), None)

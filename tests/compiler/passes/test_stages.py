@@ -1,11 +1,9 @@
 """Graphs cut into stages: what each stage reads, receives, sends and returns, and cuts that cannot be."""
 
-import functools
 from dataclasses import replace
 
 import plans
 import pytest
-import zoo
 
 from shardwright.compiler.passes.lower_stages import lower_stages, verify_pipeline
 from shardwright.compiler.passes.recompute import mark_recompute
@@ -15,12 +13,6 @@ from shardwright.compiler.plan.plan import Plan, StagePlan
 from shardwright.policies.partition import starts_at
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
-
-
-@functools.cache
-def graph_of(name: str) -> PlannableGraph:
-    entry = zoo.get(name)
-    return plans.annotated(plans.traced(entry.build(), entry.inputs()))
 
 
 def stages_at(graph: PlannableGraph, *paths: str, meshes: tuple[dict[str, int], ...] = ()) -> Plan:
@@ -34,7 +26,7 @@ def stages_at(graph: PlannableGraph, *paths: str, meshes: tuple[dict[str, int], 
 
 
 def test_labels_are_read_where_the_loss_is_and_tied_weights_are_in_both_stages() -> None:
-    graph = graph_of("gpt2")
+    graph = plans.zoo_graph("gpt2")
     program = lower_stages(graph, stages_at(graph, "transformer.h.1"))
     verify_pipeline(program)
     first, last = program.stages
@@ -47,7 +39,7 @@ def test_labels_are_read_where_the_loss_is_and_tied_weights_are_in_both_stages()
 
 
 def test_a_value_that_skips_stages_goes_straight_to_where_it_is_needed() -> None:
-    graph = graph_of("t5")
+    graph = plans.zoo_graph("t5")
     program = lower_stages(graph, stages_at(graph, "encoder.block.1", "decoder.block.0", "decoder.block.1"))
     verify_pipeline(program)
     encoded = {value.name: (source, stage.index) for stage in program.stages for value, source in stage.receives}
@@ -59,7 +51,7 @@ def test_a_value_that_skips_stages_goes_straight_to_where_it_is_needed() -> None
 
 
 def test_values_made_from_nothing_are_made_in_every_stage() -> None:
-    graph = graph_of("bert")
+    graph = plans.zoo_graph("bert")
     free = from_nothing(graph)
     for stage in split_stages(graph, stage_of_ops(graph, stages_at(graph, "bert.encoder.layer.1")), 2):
         made = {value.name for op in graph.ops if op.name in free for value in op.results}
@@ -67,14 +59,14 @@ def test_values_made_from_nothing_are_made_in_every_stage() -> None:
 
 
 def test_meshes_may_differ() -> None:
-    graph = graph_of("llama")
+    graph = plans.zoo_graph("llama")
     program = lower_stages(graph, stages_at(graph, "model.layers.1", meshes=({"tp": 2}, {"tp": 4})))
     verify_pipeline(program)
     assert {len(c.sent.ranks) for c in program.crossings} == {2} and {len(c.received.ranks) for c in program.crossings} == {4}
 
 
 def test_stages_out_of_order() -> None:
-    graph = graph_of("gpt2")
+    graph = plans.zoo_graph("gpt2")
     first, second = starts_at(graph, ["transformer.h.1", "transformer.h.0"])
     stages = (StagePlan("", Mesh(), (0,)), StagePlan(first, Mesh(), (1,)), StagePlan(second, Mesh(), (2,)))
     with pytest.raises(PlanError) as error:
@@ -87,7 +79,7 @@ def test_stages_out_of_order() -> None:
 
 
 def test_a_stage_cannot_begin_inside_a_recompute_region() -> None:
-    graph = mark_recompute(graph_of("gpt2"), ["transformer.h.*"])
+    graph = mark_recompute(plans.zoo_graph("gpt2"), ["transformer.h.*"])
     inside = [op.name for op in graph.ops if op.module_path.startswith("transformer.h.1")][5]
     stages = (StagePlan("", Mesh(), (0,)), StagePlan(inside, Mesh(), (1,)))
     with pytest.raises(PlanError, match="inside a recompute region"):
@@ -95,7 +87,7 @@ def test_a_stage_cannot_begin_inside_a_recompute_region() -> None:
 
 
 def test_more_stages_than_operators() -> None:
-    graph = graph_of("mlp")
+    graph = plans.zoo_graph("mlp")
     few = replace(graph, ops=graph.ops[:2])
     stages = tuple(StagePlan("", Mesh(), (rank,)) for rank in range(3))
     with pytest.raises(PlanError, match="the plan has 3 stages, but the graph has only 2 operators"):
@@ -103,7 +95,7 @@ def test_more_stages_than_operators() -> None:
 
 
 def test_tied_weights_on_unequal_meshes_belong_to_the_first_stage() -> None:
-    graph = graph_of("gpt2")
+    graph = plans.zoo_graph("gpt2")
     program = lower_stages(graph, stages_at(graph, "transformer.h.1", meshes=({"tp": 2}, {})))
     assert program.shared == {} and list(program.owned) == ["transformer.wte.weight"]
     assert list(program.owned["transformer.wte.weight"]) == [0, 1]
@@ -111,7 +103,7 @@ def test_tied_weights_on_unequal_meshes_belong_to_the_first_stage() -> None:
 
 def test_recompute_of_an_unknown_module() -> None:
     with pytest.raises(PlanError) as error:
-        mark_recompute(graph_of("gpt2"), ["transformer.layers.*"])
+        mark_recompute(plans.zoo_graph("gpt2"), ["transformer.layers.*"])
     assert str(error.value) == (
         "recompute names 'transformer.layers.*', but no operator belongs to such a module\n"
         "  try:   give module paths as in named_modules(), with * for any one name: 'model.layers.*'"

@@ -23,8 +23,7 @@ from shardwright.runtime.layout import ZERO, Layout
 
 @functools.cache
 def program_of(name: str = "gpt2", policy: str = "tp") -> Program:
-    entry = zoo.get(name)
-    program = plans.compile_with(plans.traced(entry.build(), entry.inputs()), policy, 2).program
+    program = plans.compile_with(plans.zoo_traced(name), policy, 2).program
     assert isinstance(program, Program)
     return program
 
@@ -32,8 +31,7 @@ def program_of(name: str = "gpt2", policy: str = "tp") -> Program:
 @functools.cache
 def zero_program(policy: str = "tp", num_ranks: int = 2) -> Program:
     """Parameters in pieces over two units."""
-    entry = zoo.get("gpt2")
-    graph = plans.traced(entry.build(), entry.inputs())
+    graph = plans.zoo_traced("gpt2")
     config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=2 * num_ranks, use_zero=3)
     program = compile_graph(graph, find_policy(policy).apply, config).program
     assert isinstance(program, Program)

@@ -22,11 +22,6 @@ from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Layout, Mesh
 
 
-def graph_of(name: str) -> PlannableGraph:
-    entry = zoo.get(name)
-    return plans.annotated(plans.traced(entry.build(), entry.inputs()))
-
-
 def plan_of(graph: PlannableGraph, policy: str, num_ranks: int, **options: Any) -> Plan:
     """As it comes back from its file."""
     config = ComputeConfig(
@@ -45,7 +40,7 @@ def refusal(plan: Plan, graph: PlannableGraph, num_ranks: int, sizes: Mapping[st
 
 @pytest.fixture(scope="module")
 def gpt() -> PlannableGraph:
-    return graph_of("gpt2")
+    return plans.zoo_graph("gpt2")
 
 
 def test_a_plan_fits_what_it_was_made_for(gpt: PlannableGraph) -> None:
@@ -79,7 +74,7 @@ def test_inputs_get_the_sizes_of_now(gpt: PlannableGraph) -> None:
 @pytest.mark.parametrize(("made_for", "used_on"), [(2, 3), (4, 2)])
 def test_a_saved_plan_trains_on_other_ranks(made_for: int, used_on: int, tmp_path: Path) -> None:
     entry = zoo.get("gpt2")
-    (tmp_path / "plan.json").write_text(plan_of(graph_of("gpt2"), "tp", made_for).dumps())
+    (tmp_path / "plan.json").write_text(plan_of(plans.zoo_graph("gpt2"), "tp", made_for).dumps())
     config = {"plan_ngpus": used_on, "runtime_ngpus": used_on, "pas_config": {"load_plan_path": str(tmp_path / "plan.json")}}
     report = verify(entry.build(), entry.inputs(), "saved", config, steps=2)
     assert report.ok, str(report)
@@ -117,7 +112,7 @@ def test_refusals_of_meshes(gpt: PlannableGraph) -> None:
 
 
 def test_another_model_is_refused() -> None:
-    text = refusal(plan_of(graph_of("gpt2"), "tp", 2), graph_of("llama"), 2)
+    text = refusal(plan_of(plans.zoo_graph("gpt2"), "tp", 2), plans.zoo_graph("llama"), 2)
     assert text.startswith("the plan does not fit this model on 2 ranks\n  why:   the model has no operator '")
     assert "more\n  try:" in text
 

@@ -5,7 +5,6 @@ import json
 import plans
 import pytest
 import torch
-import zoo
 
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.ir.value import IRValue
@@ -51,8 +50,7 @@ def test_vectors_stay_whole_unless_they_are_large() -> None:
 
 
 def program(policy: str, num_ranks: int, units: int, **options: object) -> Program:
-    entry = zoo.get("gpt2")
-    graph = plans.traced(entry.build(), entry.inputs())
+    graph = plans.zoo_traced("gpt2")
     config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks * units, use_zero=3, **options)
     found = compile_graph(graph, find_policy(policy).apply, config).program
     assert isinstance(found, Program)
@@ -85,8 +83,7 @@ def test_the_plan_remembers_it() -> None:
 
 
 def test_the_name_of_the_axis_is_taken() -> None:
-    entry = zoo.get("gpt2")
-    graph = plans.traced(entry.build(), entry.inputs())
+    graph = plans.zoo_traced("gpt2")
     config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2)
     with pytest.raises(PlanError) as error:
         compile_graph(graph, lambda g, c: g.builder(mesh={"zero": 2}).build(), config)

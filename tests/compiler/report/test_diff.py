@@ -8,7 +8,6 @@ from pathlib import Path
 
 import plans
 import pytest
-import zoo
 
 from shardwright.compiler.cli import main
 from shardwright.compiler.plan.builder import PlannableGraph
@@ -19,9 +18,8 @@ from shardwright.runtime.layout import Layout
 
 @pytest.fixture(scope="module")
 def made() -> tuple[PlannableGraph, Plan, Plan]:
-    entry = zoo.get("gpt2")
-    graph = plans.traced(entry.build(), entry.inputs())
-    return plans.annotated(graph), plans.compile_with(graph, "tp", 2).plan, plans.compile_with(graph, "data", 2).plan
+    graph = plans.zoo_traced("gpt2")
+    return plans.zoo_graph("gpt2"), plans.compile_with(graph, "tp", 2).plan, plans.compile_with(graph, "data", 2).plan
 
 
 def test_a_plan_does_not_differ_from_itself(made: tuple[PlannableGraph, Plan, Plan]) -> None:

@@ -55,8 +55,7 @@ class Reader(HTMLParser):
 
 @pytest.mark.parametrize("policy", ["tp", "hybrid"])
 def test_the_page_has_every_part_and_needs_nothing_else(policy: str) -> None:
-    entry = zoo.get("gpt2")
-    graph = plans.traced(entry.build(), entry.inputs())
+    graph = plans.zoo_traced("gpt2")
     config = ComputeConfig(plan_ngpus=4, runtime_ngpus=8, use_end2end=policy == "hybrid")
     compiled = plans.compile_with(graph, policy, 4, use_end2end=policy == "hybrid")
     hardware = load_hardware("a100-80gb", 8)

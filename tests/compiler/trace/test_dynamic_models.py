@@ -10,7 +10,9 @@ from tracing import same_as_eager, traced
 DYNAMIC = {path: {0: "batch", 1: "seq"} for path in ("input_ids", "labels")}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "llama-padded", "gpt2-cache"])
+@pytest.mark.parametrize(
+    "name", ["gpt2-cache", "llama-padded", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "llama"))]
+)
 def test_dynamic_batch_and_sequence(name: str) -> None:
     """Equal but for the last digits: with sizes unknown, attention gets its causal mask as a tensor and another kernel."""
     entry = zoo.get(name)

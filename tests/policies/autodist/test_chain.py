@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import itertools
 
-import plans
 import pytest
-import zoo
+from plans import zoo_graph
 
-from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.policies.autodist.chain import MAX_BLOCKS, SHARE, block_starts, layer_blocks
 
 
-def graph_of(name: str) -> PlannableGraph:
-    entry = zoo.get(name)
-    return plans.annotated(plans.traced(entry.build(), entry.inputs()))
-
-
 def test_layers_are_blocks_and_named() -> None:
-    graph = graph_of("llama")
+    graph = zoo_graph("llama")
     starts, layers = layer_blocks(graph)
     assert set(layers.values()) == {"model.layers.0", "model.layers.1"}
     for block, path in layers.items():
@@ -31,7 +24,7 @@ def test_layers_are_blocks_and_named() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "t5", "unet", "mlp"])
 @pytest.mark.parametrize("num_stages", [1, 2, 8])
 def test_blocks_are_short_enough_for_the_stages(name: str, num_stages: int) -> None:
-    graph = graph_of(name)
+    graph = zoo_graph(name)
     times = [1.0 + (index % 3) for index in range(len(graph.ops))]
     starts = block_starts(graph, times, num_stages)
     assert starts[0] == 0 and starts == sorted(set(starts)) and num_stages <= len(starts) <= MAX_BLOCKS
@@ -40,7 +33,7 @@ def test_blocks_are_short_enough_for_the_stages(name: str, num_stages: int) -> N
 
 
 def test_stages_begin_where_least_crosses() -> None:
-    graph = graph_of("gpt2")
+    graph = zoo_graph("gpt2")
     times = [1.0 if "mlp_c" in op.name or "attn_c" in op.name else 0.0 for op in graph.ops]
     names = [graph.ops[start].name for start in block_starts(graph, times, 1)]
     assert not any("attn_view" in name or "act" in name for name in names)  # there q, k and v, or 4 times the width cross

@@ -14,7 +14,8 @@ import pytest
 import torch
 import transformers
 import zoo
-from planning import audited_s, mesh_of, request, zoo_graph
+from planning import audited_s, mesh_of, request
+from plans import zoo_graph
 from torch import Tensor, nn
 
 from shardwright.compiler.cost.audit import audit

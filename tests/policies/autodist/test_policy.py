@@ -38,11 +38,6 @@ def plan_of(graph: IRGraph, num_ranks: int, **options: Any) -> Plan:
     return compile_graph(graph, find_policy("autodist").apply, config, policy_name="autodist").plan
 
 
-def traced(name: str) -> IRGraph:
-    entry = zoo.get(name)
-    return plans.traced(entry.build(), entry.inputs())
-
-
 def check(name: str, num_ranks: int, **options: Any) -> None:
     entry = zoo.get(name)
     report = verify(entry.build(), entry.inputs(), "autodist", config_of(num_ranks, **options), steps=2)
@@ -67,7 +62,7 @@ def test_models_train_like_one_device(name: str, num_ranks: int, options: dict[s
 @pytest.mark.parametrize("update_freq", [1, 3])
 def test_the_certificate_states_the_audited_cost(update_freq: int) -> None:
     """Adding to the gradients of earlier microbatches included."""
-    graph = traced("gpt2")
+    graph = plans.zoo_traced("gpt2")
     plan = plan_of(graph, 4, update_freq=update_freq)
     assert plan.certificate is not None
     hardware = load_hardware("a100-80gb", 4)
@@ -81,7 +76,7 @@ def test_the_certificate_states_the_audited_cost(update_freq: int) -> None:
 
 
 def test_a_plan_can_be_saved_and_used_again(tmp_path: Path) -> None:
-    graph = traced("gpt2")
+    graph = plans.zoo_traced("gpt2")
     path = str(tmp_path / "plan.json")
     made = plan_of(graph, 2, mesh={"tp": 2}, save_plan_path=path)
     used = plan_of(graph, 2, load_plan_path=path)
@@ -89,7 +84,7 @@ def test_a_plan_can_be_saved_and_used_again(tmp_path: Path) -> None:
 
 
 def test_times_measured_on_the_machine_are_used(tmp_path: Path) -> None:
-    graph, config = traced("mlp"), config_of(2)
+    graph, config = plans.zoo_traced("mlp"), config_of(2)
     machine = tmp_path / "own.json"
     machine.write_text(load_hardware("cpu", 2).dumps())
     hardware = load_hardware(str(machine), 2)
@@ -139,7 +134,7 @@ def test_no_other_policy_is_better_on_its_own_cost() -> None:
 def refusal(error: type[Exception], **options: Any) -> str:
     end2end = options.pop("use_end2end", False)
     config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=end2end, pas_config=options)
-    graph = plans.annotated(traced("mlp"))
+    graph = plans.zoo_graph("mlp")
     with pytest.raises(error) as caught:
         find_policy("autodist").apply(graph, config)
     return str(caught.value)

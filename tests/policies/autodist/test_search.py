@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -28,10 +27,8 @@ from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Layout, Mesh
 
 
-@functools.cache
 def graph() -> PlannableGraph:
-    entry = zoo.get("gpt2")
-    return plans.annotated(plans.traced(entry.build(), entry.inputs()))
+    return plans.zoo_graph("gpt2")
 
 
 def by_thumb(wish: Wish) -> Placed:

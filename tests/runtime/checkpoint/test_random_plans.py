@@ -1,6 +1,5 @@
 """Round trips over random plans and layouts: save under one, load under another, merge; and the same in memory."""
 
-import functools
 import random
 import warnings
 
@@ -8,7 +7,6 @@ import checkpoints as c
 import plans
 import pytest
 import torch
-import zoo
 from precision import float64_casts
 
 import shardwright
@@ -21,17 +19,11 @@ MESHES = [{"a": 1}, {"a": 2}, {"a": 3}, {"a": 2, "b": 2}, {"a": 2, "b": 3}]
 MODELS = ["gpt2", "mlp-uneven", "llama-uneven", "resnet-uneven", "encoder-decoder"]
 
 
-@functools.cache
-def prepared(name):
-    graph = plans.traced(c.model_of(name), zoo.get(name).inputs())
-    return graph, plans.annotated(graph)
-
-
 def compiled(name, rng, directory):
     """The files of a random plan, and how many ranks they are for."""
-    graph, annotated = prepared(name)
     mesh = Mesh.of(rng.choice(MESHES))
-    plans.write(directory, plans.compile_plan(graph, plans.random_plan(annotated, mesh, rng)), c.model_of(name))
+    plan = plans.random_plan(plans.zoo_graph(name), mesh, rng)
+    plans.write(directory, plans.compile_plan(plans.zoo_traced(name), plan), c.model_of(name))
     return directory, mesh.size * rng.choice([1, 1, 2])
 
 

@@ -243,7 +243,7 @@ class Exchange:
             self._sending.popleft().sending.wait()
 
     def _let_go(self, peer: int, action: int) -> None:
-        """Of what ``peer`` has received by the end of its action of this number: that action has sent something, and it came."""
+        """Of what ``peer`` has received by the end of its action of this number, as what that action sent has come."""
         kept: deque[_Sent] = deque()
         for sent in self._sending:
             if sent.peer == peer and sent.action is not None and sent.action <= action:

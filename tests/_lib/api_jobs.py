@@ -41,6 +41,11 @@ def config(**fields: Any) -> ComputeConfig:
     return ComputeConfig(**{"plan_ngpus": 2, "runtime_ngpus": 2, **fields})
 
 
+def compile_alone(folder: Path) -> None:
+    """Compile in a process that belongs to no job."""
+    parallelize(net(), {"x": X}, "tp", config(), gen_savedir=folder, load_module=False)
+
+
 def refuse(graph: Any, config: ComputeConfig) -> Any:
     """A policy that fails."""
     raise PlanError("this model cannot be planned", why="it is a test", hint="do not worry")

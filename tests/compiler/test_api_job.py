@@ -1,14 +1,12 @@
 """parallelize in a job of two processes with gloo: one compiles, both load, an error on one is an error on both."""
 
-import os
-import subprocess
-import sys
+import multiprocessing
 from pathlib import Path
 
 import api_jobs
 import pytest
 from api_jobs import X, net
-from spawn import run_processes
+from spawn import PRELOADED, run_processes
 
 ALL_FILES = ["constants.safetensors", "gencode0.py", "gencode1.py", "manifest.json", "plan.json", "weights.safetensors"]
 
@@ -95,15 +93,12 @@ def test_stale_files_on_the_other_node_are_refused_and_replaced(job):
 
 def test_two_processes_that_compile_into_one_folder(tmp_path):
     """Outside a job nobody waits for anybody: the lock keeps the directory whole, and the second finds what the first made."""
-    code = (
-        "import sys, api_jobs as a;"
-        "a.parallelize(a.net(), {'x': a.X}, 'tp', a.config(), gen_savedir=sys.argv[1], load_module=False)"
-    )
-    path = os.pathsep.join([str(Path(api_jobs.__file__).parent), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    start = {"env": {**os.environ, "PYTHONPATH": path}, "stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen(command, **start) for _ in range(2)]
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    context = multiprocessing.get_context("forkserver")
+    processes = [context.Process(target=api_jobs.compile_alone, args=(tmp_path,)) for _ in range(2)]
     for process in processes:
-        _, errors = process.communicate(timeout=900)
-        assert process.returncode == 0, errors
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
     assert files(tmp_path) == ALL_FILES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -77,8 +78,11 @@ def test_compiled_from_the_command_line_and_then_loaded(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in files} == files, "the files were written anew"
 
 
-def test_compiling_offline(tmp_path: Path) -> None:
-    printed = run(tmp_path, str(EXAMPLES / "compile_offline.py"), "--layers", "2", "--plan-ngpus", "4")
+def test_compiling_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["compile_offline.py", "--layers", "2", "--plan-ngpus", "4"])
+    runpy.run_path(str(EXAMPLES / "compile_offline.py"), run_name="__main__")
+    printed = capsys.readouterr().out
     assert "compiled 2 layers for 4 ranks" in printed and "4 source files" in printed
     assert len(list(tmp_path.rglob("gencode*.py"))) == 4
     assert not [path for path in tmp_path.rglob("*.safetensors") if path.stat().st_size > 2**20], "weights were written"

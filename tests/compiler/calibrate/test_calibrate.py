@@ -37,7 +37,7 @@ def measured(num_ranks: int) -> Hardware:
     return describe(results[0])
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_everything_is_measured_and_described(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
     hardware = measured(num_ranks)

@@ -50,7 +50,8 @@ def parallelize(
     ``load_module=False`` the result is ``None``, and no ``torchrun``, process group or GPU is needed.
 
     ``dummy_forward_args``: an example of every argument of ``forward``, by name. What is absent keeps its default for good.
-    ``pas_policy``: ``"dp"``, ``"tp"``, ``"data"``, a registered name, or a function of the graph and the config.
+    ``pas_policy``: the name of a policy, built in (``"dp"``, ``"tp"``, ``"data"``, ``"pp"``, ``"hybrid"``, ``"autodist"``,
+    ``"saved"``) or registered, or a function of the graph and the config.
     ``gen_savedir``: the files lie in ``<gen_savedir>/_parallel_modules/<module>/<class>/<instance_name>``.
     ``reuse``: what to do with files of an earlier call, see :class:`ReuseType`. Files are recognised by the content of the
     model, the config, the policy and the versions; initial weights that differ are written anew in all cases.

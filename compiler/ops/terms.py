@@ -41,11 +41,6 @@ def broadcast(shapes: Sequence[Sequence[Size]], prefix: str = "b", mark: str = "
     return terms, result
 
 
-def unmarked(term: Iterable[str]) -> list[str]:
-    """The dims of a term without their marks."""
-    return [dim.rstrip("+^") for dim in term]
-
-
 # ------------------------------------------------------------------------------------------------ arguments
 
 

@@ -138,10 +138,6 @@ class Plan:
         """The mesh on which tensors are stored: the plan's own, with ZeRO-3 that of several units."""
         return self.mesh.over_units(self.zero)
 
-    def stage_mesh(self, stage: int) -> Mesh:
-        """The mesh of a stage; the plan's own without stages."""
-        return self.stages[stage].mesh if self.stages else self.mesh
-
     def assignment(self, op: str) -> Assignment:
         return self.strategies.get(op, {})
 

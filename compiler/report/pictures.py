@@ -80,12 +80,11 @@ _ACTION = re.compile(r"(?P<stage>\d+)(?P<kind>[FBIW])(?P<microbatch>\d+)")
 
 def timeline(rows: Mapping[str, Sequence[Box]], width: int = 960) -> str:
     """A row for each label with its boxes along one time axis. Actions of a schedule are coloured by kind, paler the later the
-    stage, and numbered by microbatch; pointing at a box shows its name and time.
+    stage among those of the row, and numbered by microbatch; pointing at a box shows its name and time.
     """
     boxes = [box for row in rows.values() for box in row]
     end = max((box.end for box in boxes), default=0.0) or 1.0
     scale = (width - _LEFT - 16) / end
-    stages = sorted({int(match["stage"]) for box in boxes if (match := _ACTION.fullmatch(box.name))})
     others = list(dict.fromkeys(box.name for box in boxes if not _ACTION.fullmatch(box.name)))
     kinds = list(dict.fromkeys(match["kind"] for box in boxes if (match := _ACTION.fullmatch(box.name))))
     words = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
@@ -97,6 +96,7 @@ def timeline(rows: Mapping[str, Sequence[Box]], width: int = 960) -> str:
         top = first + _ROW * index
         parts.append(f'<text x="{_LEFT - 8}" y="{top + 13}" text-anchor="end">{escape(label)}</text>')
         parts.append(f'<rect x="{_LEFT}" y="{top}" width="{end * scale:.2f}" height="{_BAR}" fill="#eeeeee"/>')
+        stages = sorted({int(match["stage"]) for box in row if (match := _ACTION.fullmatch(box.name))})
         parts += [_box(box, top, scale, stages, colours) for box in row]
     height = first + _ROW * len(rows) + 18
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
+from typing import Any
 
 import pytest
 
-from shardwright.compiler.report.pictures import Bar, amount, bars, ranks_on_machine
+from shardwright.compiler.report.pictures import Bar, Box, amount, bars, ranks_on_machine, timeline
+from shardwright.compiler.schedule.generate import generate
+from shardwright.compiler.schedule.simulate import simulate
 from shardwright.runtime.layout import Mesh
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -41,6 +44,37 @@ def test_a_legend_takes_as_many_lines_as_it_needs() -> None:
     assert all(written[name][0] + 7 * len(name) <= 960 for name in names)
     assert len({written[name] for name in names}) == len(names) and len({written[name][1] for name in names}) == 3
     assert written["rank 0"][1] > max(written[name][1] for name in names)
+
+
+def rows_of(name: str, num_ranks: int, num_microbatches: int, chunks: int = 1) -> dict[str, list[Box]]:
+    spans = simulate(generate(name, num_ranks, num_microbatches, chunks)).spans
+    return {f"rank {i}": [Box(str(span.action), span.start_s, span.end_s) for span in row] for i, row in enumerate(spans)}
+
+
+def test_a_schedule_has_a_box_for_each_action_where_it_is_in_time() -> None:
+    rows = rows_of("zb_v", 3, 6, 2)
+    root = ElementTree.fromstring(timeline(rows, width=1000))
+    drawn = [(g.findtext(f"{SVG}title"), g.find(f"{SVG}rect")) for g in root.iter(f"{SVG}g")]
+    boxes = [box for row in rows.values() for box in row]
+    scale = (1000 - 120 - 16) / max(box.end for box in boxes)
+    for box, (told, rect) in zip(boxes, drawn, strict=True):
+        assert rect is not None and told == f"{box.name}: {amount(box.start, 's')} to {amount(box.end, 's')}"
+        assert float(rect.attrib["x"]) == pytest.approx(120 + box.start * scale, abs=0.01)
+        assert float(rect.attrib["width"]) == pytest.approx((box.end - box.start) * scale, abs=0.01)
+    words = {text.text for text in root.iter(f"{SVG}text")}
+    assert {"rank 0", "rank 1", "rank 2", "forward", "gradients of inputs", "gradients of weights", "5"} <= words
+    assert "backward" not in words, "the legend names what is there"
+
+
+def test_colours_tell_the_stages_of_a_rank_apart() -> None:
+    def fills(*schedule: Any) -> list[set[str]]:
+        rows = rows_of(*schedule)
+        rects = iter([g.find(f"{SVG}rect") for g in ElementTree.fromstring(timeline(rows)).iter(f"{SVG}g")])
+        return [{next(rects).attrib["fill"] for _ in row} for row in rows.values()]  # type: ignore[union-attr]
+
+    assert [len(row) for row in fills("infer_pipe", 2, 2, 3)] == [3, 3]
+    first, second = fills("infer_pipe", 2, 2)
+    assert first == second and len(first) == 1, "where each rank has one stage, all look alike"
 
 
 def test_every_rank_has_a_box_with_its_place() -> None:

@@ -1,11 +1,9 @@
 """Pictures of schedules."""
 
-import xml.etree.ElementTree as ET
-
 import pytest
 from schedules import schedules_of
 
-from shardwright.compiler.schedule.draw import draw_svg, draw_text
+from shardwright.compiler.schedule.draw import draw_text
 from shardwright.compiler.schedule.generate import SCHEDULES, generate
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
 
@@ -49,40 +47,3 @@ def test_text_keeps_to_the_width_and_shows_waiting_as_dots(name: str, width: int
         for line, actions, busy_s in zip(full, schedule.actions, timeline.busy_s, strict=False):
             assert all(str(action) in line for action in actions)
             assert line.count("·") == (timeline.makespan_s - busy_s) * len("0F0 ")
-
-
-def test_svg_has_a_box_for_each_action_where_it_is_in_time() -> None:
-    timeline = simulate(generate("zb_v", 3, 6))
-    root = ET.fromstring(draw_svg(timeline, width=1000))
-    boxes = {group.find(f"{SVG}title").text: group.find(f"{SVG}rect") for group in root.iter(f"{SVG}g")}
-    spans = [span for row in timeline.spans for span in row]
-    assert boxes.keys() == {f"{span.action}: {span.start_s:g} to {span.end_s:g}" for span in spans}
-    scale = (1000 - 64 - 16) / timeline.makespan_s
-    for span in spans:
-        box = boxes[f"{span.action}: {span.start_s:g} to {span.end_s:g}"]
-        assert float(box.get("x")) == pytest.approx(64 + span.start_s * scale, abs=0.01)
-        assert float(box.get("width")) == pytest.approx((span.end_s - span.start_s) * scale, abs=0.01)
-    words = {text.text for text in root.iter(f"{SVG}text")}
-    assert {"rank 0", "rank 1", "rank 2", "forward", "input gradients", "weight gradients", "5"} <= words
-    assert "backward" not in words  # the legend names what is there
-    shades = "the paler, the later among the stages of the rank"
-    assert shades in words and shades not in draw_svg(simulate(generate("1f1b", 3, 6)))  # there each rank has one
-
-
-def test_svg_needs_nothing_else_and_is_the_same_each_time() -> None:
-    picture = draw_svg(simulate(generate("1f1b_interleaved", 2, 4)))
-    assert picture == draw_svg(simulate(generate("1f1b_interleaved", 2, 4)))
-    assert picture.count("http") == 1 and 'xmlns="http://www.w3.org/2000/svg"' in picture
-    assert not any(word in picture for word in ("<script", "href", "url(", "<style"))
-
-
-def test_svg_colours_tell_the_stages_of_a_rank_apart() -> None:
-    root = ET.fromstring(draw_svg(simulate(generate("infer_pipe", 2, 2, 3))))
-    fills = [group.find(f"{SVG}rect").get("fill") for group in root.iter(f"{SVG}g")]
-    assert len(set(fills)) == 3
-
-
-def test_svg_escapes_names() -> None:
-    schedule = generate("1f1b", 1, 1)
-    named = simulate(type(schedule)(1, schedule.placement, schedule.actions, "a<b & c"))
-    assert ET.fromstring(draw_svg(named)).find(f"{SVG}title").text.startswith("a<b & c: 1 ranks")

@@ -94,7 +94,7 @@ def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Place
     smallest = False
     for _ in range(MAX_CORRECTIONS + 1):
         left = max(1.0, request.time_limit_s - (time.monotonic() - started))
-        solution = solve(problem, time_limit_s=left)
+        solution = solve(problem, time_limit_s=left, target_gap=request.target_gap)
         if isinstance(solution, Infeasible):
             least = solution.least_usage
             if not walked or least is None or least <= problem.rows[0].limit or smallest:

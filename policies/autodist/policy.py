@@ -296,6 +296,12 @@ def _check(config: ComputeConfig, options: AutodistOptions) -> None:
         raise ConfigError(f"there is no schedule {options.schedule!r} to train with", hint=f"one of {', '.join(trained)}")
 
 
+TARGET_GAP, LARGE = 5e-3, 256
+"""How near to its bound the placement on one of many meshes need be, and from how many operators on: meshes differ by more, and
+the time is for all of them. On a mesh that is given, and for smaller models, placements are made as good as time allows.
+"""
+
+
 class Placer:
     """Places the model, keeping what does not change between the wishes for one mesh."""
 
@@ -323,6 +329,7 @@ class Placer:
             memory_limit_bytes=wish.memory_bytes,
             constraints=Constraints(self.options.pin, self.options.forbid, self.options.stored),
             time_limit_s=max(1.0, (self._deadline - time.monotonic()) / 2),
+            target_gap=TARGET_GAP if self.options.mesh is None and len(self.graph.ops) >= LARGE else 0.0,
             microbatches=wish.num_microbatches,
             outputs=output_wishes(self.graph, self.config),
             recompute=wish.recompute,

@@ -22,7 +22,8 @@ class PlacementRequest:
     step; gradients are reduced once. ``inputs`` and ``outputs`` are as in a plan: layouts by input name, wishes by output path
     (``None``: not needed, ``"whole"``, ``"sharded"``, a layout), and for what leaves a stage ``"sent"``: as it is made, without
     P and G. ``memory_limit_bytes``: of one rank, everything included. ``recompute``: module paths whose activations are
-    computed again. ``in_flight``: microbatches whose activations are alive at once.
+    computed again. ``in_flight``: microbatches whose activations are alive at once. ``target_gap``: how near to the bound is
+    near enough, relative to the cost.
     """
 
     graph: PlannableGraph
@@ -34,6 +35,7 @@ class PlacementRequest:
     memory_limit_bytes: float | None = None
     constraints: Constraints = field(default_factory=Constraints)
     time_limit_s: float = 60.0
+    target_gap: float = 0.0
     microbatches: int = 1
     inputs: Mapping[str, Layout] = field(default_factory=dict)
     outputs: Mapping[str, Layout | str | None] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,12 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Compute, Program
 from shardwright.compiler.trace import trace
 from shardwright.compiler.verification.verify import verify
+from shardwright.policies.autodist.policy import LARGE, TARGET_GAP, AutodistOptions, Placer
+from shardwright.policies.autodist.space import Wish
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, PlanError
+from shardwright.runtime.layout import Mesh
 
 
 def config_of(num_ranks: int, **options: Any) -> ComputeConfig:
@@ -129,6 +133,16 @@ def test_no_other_policy_is_better_on_its_own_cost() -> None:
     assert pipelined <= 16 * alone
     for options in ({"num_stages": 2, "tp": 4}, {"num_stages": 4, "tp": 2}, {"num_stages": 2, "tp": 2, "dp": 2}):
         assert pipelined <= step_s("hybrid", num_microbatches=16, **options) * (1 + 1e-9), options
+
+
+def test_only_large_models_on_meshes_to_be_chosen_are_placed_within_a_gap() -> None:
+    config, hardware = config_of(2), load_hardware("a100-80gb", 2)
+    small = plans.zoo_graph("mlp")
+    large = replace(small, ops=small.ops * (LARGE // len(small.ops) + 1))
+    wish = Wish(Mesh((("x", 2),)), 1)
+    for graph, options, gap in ((small, {}, 0.0), (large, {}, TARGET_GAP), (large, {"mesh": {"tp": 2}}, 0.0)):
+        placer = Placer(graph, config, AutodistOptions(**options), hardware)
+        assert placer.request(wish).target_gap == gap
 
 
 def refusal(error: type[Exception], **options: Any) -> str:

@@ -14,8 +14,10 @@ from dataclasses import replace
 from shardwright.compiler.cost.body_time import BodyTime, body_time
 from shardwright.compiler.cost.extrapolation import extrapolated
 from shardwright.compiler.cost.hardware import Hardware
-from shardwright.compiler.cost.memory import ADAM, OptimizerMemory, pipeline_memory, program_memory
+from shardwright.compiler.cost.memory import program_memory
 from shardwright.compiler.cost.operators import OperatorTimes
+from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory
+from shardwright.compiler.cost.pipeline_memory import pipeline_memory
 from shardwright.compiler.cost.pipeline_time import pipeline_cost
 from shardwright.compiler.cost.plan_cost import Activity, PlanCost, RankCost
 from shardwright.compiler.cost.reduction import Reduction, overlapped

@@ -7,7 +7,7 @@ Storages live while something holds them:
 - **autograd**, from the forward of an operator to its backward, for what it saves (each storage once, views share);
 - **gradients** on their way, from the operator that makes them to the one that uses them. They come in the reverse order of the
   forward, as the engine takes the latest node that is ready. A second gradient of a value is added in place where nothing else
-  holds the first one;
+  holds the first one and it is no view (of the two dims in which a product was computed, say);
 - a **recompute region** holds its arguments; its first operator to need something computes the region again;
 - with ZeRO-3 a **gathered weight** is there from its gathering to its last use in the method, and again while the backward of
   its operator runs; the next one is on its way meanwhile.
@@ -38,8 +38,12 @@ class _Local:
     storage: int
 
 
+Gradient = tuple[TensorForm, int]
+"""The form of a gradient and the storage it lies in."""
+
+
 @dataclass(slots=True)
-class _Node:
+class Node:
     """An instruction in the graph of autograd. ``saved``: the storages it holds."""
 
     instruction: Instruction
@@ -57,7 +61,7 @@ class _Region:
 
     instructions: tuple[Instruction, ...]
     arguments: list[int]
-    nodes: list[_Node] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
     recomputed: bool = False
 
 
@@ -85,13 +89,13 @@ class BodyMemory:
         self.inexact: set[str] = set()
         self.values = {name: _Local(form, storage) for name, (form, storage) in sources.items()}
         self.sources = set(sources)
-        self.nodes: list[_Node] = []
+        self.nodes: list[Node] = []
         self.regions: list[_Region] = []
         self.outputs: list[int] = []
         self.gathered: dict[str, int] = {}  # the storages of weights that are whole now, by name of the value
         self.on_their_way = [local_bytes(i.step.after, i.of.dtype, footprints.rank.mesh) for i in _gatherings(program)]
         self.num_gathered = 0
-        self.deferred: dict[int, int] = {}  # bytes of gradients that a split backward notes, by storage
+        self._views: set[int] = set()  # storages of gradients that are views
 
     # ------------------------------------------------------------------------------------------------ forward
 
@@ -112,12 +116,12 @@ class BodyMemory:
                 self.regions.append(_Region(item.instructions, arguments))
             inside = self._bind(item.instructions, region, gathered_until(item.instructions, item.outputs))
             bound += [self.ledger.hold(self.values[value.name].storage) for value in item.outputs]
-            self._release(inside)
+            self.release(inside)
             self._drop(over.get(position, []))
         for _, value in self.program.output.leaves():
             if isinstance(value, IRValue):
                 self.outputs.append(self.ledger.hold(self.values[value.name].storage))
-        self._release(bound)
+        self.release(bound)
 
     def _bind(
         self,
@@ -146,7 +150,7 @@ class BodyMemory:
         """Bytes of the weight of this number, if there is one: it is on its way."""
         return self.on_their_way[number] if 0 <= number < len(self.on_their_way) else 0
 
-    def _run(self, instruction: Instruction, bound: list[int], *, keeps: bool) -> _Node | None:
+    def _run(self, instruction: Instruction, bound: list[int], *, keeps: bool) -> Node | None:
         """Run one instruction: bind its results, and with ``keeps`` hold what autograd saves."""
         operands = [self.values[value.name] for value in reads(instruction)]
         found = self.footprints.forward(instruction, [local.form for local in operands], trains=self.trains)
@@ -169,7 +173,7 @@ class BodyMemory:
             again = {numbers[number] for number in found.saved} & whole
             saved = [self.ledger.hold(numbers[n]) for n in found.saved if numbers[n] not in whole] if keeps else []
             names = [value.name for value in reads(instruction)], [value.name for value in writes(instruction)]
-            node = _Node(instruction, operands, *names, saved, gathered=sum(map(self.ledger.size, again)))
+            node = Node(instruction, operands, *names, saved, gathered=sum(map(self.ledger.size, again)))
         for number in numbers[len(operands) :]:
             self.ledger.drop_unheld(number)
         self.ledger.use(0, _name(instruction))
@@ -177,11 +181,11 @@ class BodyMemory:
 
     # ------------------------------------------------------------------------------------------------ backward
 
-    def backward(self, roots: Mapping[str, tuple[TensorForm, int]]) -> None:
+    def backward(self, roots: Mapping[str, Gradient]) -> None:
         """Run the backward from the gradients of ``roots`` by value name, whose storages are held and pass to this."""
-        gradients: dict[str, tuple[TensorForm, int]] = dict(roots)
-        remaining = self._contributions(set(roots))
-        kept: list[_Node] = []
+        gradients: dict[str, Gradient] = dict(roots)
+        remaining = self.contributions(set(roots))
+        kept: list[Node] = []
         for node in reversed(self.nodes):
             incoming = [gradients.pop(name, None) for name in node.result_names]
             if all(gradient is None for gradient in incoming):
@@ -189,40 +193,50 @@ class BodyMemory:
                 continue
             if node.region is not None and not self.regions[node.region].recomputed:
                 self._recompute(self.regions[node.region])
-            self._differentiate(node, incoming, gradients, remaining)
-            self._release(node.saved)
+            self.differentiate(node, incoming, gradients, remaining)
+            self.release(node.saved)
             node.saved = []
             if node.region is not None and node is self.regions[node.region].nodes[0]:
-                self._release(self.regions[node.region].arguments)
+                self.release(self.regions[node.region].arguments)
                 self.regions[node.region].arguments = []
-        for name, (form, storage) in gradients.items():  # of inputs that no operator of the graph reads
+        self.arrive_rest(gradients)
+        for node in kept:
+            self.release(node.saved)
+        for region in self.regions:
+            self.release(region.arguments)
+
+    def arrive_rest(self, gradients: Mapping[str, Gradient]) -> None:
+        """Hand out the gradients that no operator used: of inputs that are results too."""
+        for name, (form, storage) in gradients.items():
             if name in self.sources:
                 self.arrive(name, form, storage)
             else:
                 self.ledger.release(storage)
-        for node in kept:
-            self._release(node.saved)
-        for region in self.regions:
-            self._release(region.arguments)
 
     def finish(self) -> None:
         """Drop the results, and what a forward without a backward left."""
         for node in self.nodes:
-            self._release(node.saved)
+            self.release(node.saved)
         for region in self.regions:
-            self._release(region.arguments)
-        self._release(self.outputs)
+            self.release(region.arguments)
+        self.release(self.outputs)
 
-    def _differentiate(
+    def differentiate(
         self,
-        node: _Node,
-        incoming: Sequence[tuple[TensorForm, int] | None],
-        gradients: dict[str, tuple[TensorForm, int]],
+        node: Node,
+        incoming: Sequence[Gradient | None],
+        gradients: dict[str, Gradient],
         remaining: dict[str, int],
+        *,
+        only: Sequence[int] | None = None,
     ) -> None:
+        """Run the backward of one node. ``incoming``: the gradients of its results, which it uses up. ``gradients``: of values
+        so far, by name; those of its operands are added. ``remaining``: how many more each value will be given. ``only``: the
+        positions of the operands whose gradients are computed, if not of all.
+        """
         name = _name(node.instruction)
         found = self.footprints.backward(
-            node.instruction, [local.form for local in node.operands], [g and g[0] for g in incoming]
+            node.instruction, [local.form for local in node.operands], [g and g[0] for g in incoming], only
         )
         if not found.exact:
             self.inexact.add(f"backward of {name}")
@@ -236,12 +250,10 @@ class BodyMemory:
             (node.operand_names[operand], form, self.ledger.hold(numbers[number]))
             for operand, form, number in zip(found.wanted, found.gradients, found.storages, strict=True)
         ]
+        self._views.update(s for (_, _, s), is_view in zip(results, found.views, strict=True) if is_view)
         for g in incoming:  # the engine lets go of what came in before it hands out the results
             if g is not None:
                 self.ledger.release(g[1])
-        wanted = [node.operand_names[operand] in self.sources for operand in found.wanted]
-        if any(wanted) and not all(wanted):
-            self.deferred.update({g[1]: g[0].num_bytes for g in incoming if g is not None})
         for number in made:
             self.ledger.drop_unheld(number)
         for operand, form, storage in results:
@@ -250,13 +262,11 @@ class BodyMemory:
             if operand in self.sources and remaining[operand] == 0:
                 self.arrive(operand, *gradients.pop(operand))
 
-    def _accumulated(
-        self, held: tuple[TensorForm, int] | None, form: TensorForm, storage: int, name: str
-    ) -> tuple[TensorForm, int]:
+    def _accumulated(self, held: Gradient | None, form: TensorForm, storage: int, name: str) -> Gradient:
         """The sum of two gradients of one value."""
         if held is None:
             return form, storage
-        if self.ledger.holders(held[1]) > 1:
+        if self.ledger.holders(held[1]) > 1 or held[1] in self._views:
             total = self.ledger.hold(self.ledger.new(form.num_bytes, TEMPORARY))
             self.ledger.use(0, f"backward of {name}")
             self.ledger.release(held[1])
@@ -264,7 +274,7 @@ class BodyMemory:
         self.ledger.release(storage)
         return held
 
-    def _contributions(self, reached: set[str]) -> dict[str, int]:
+    def contributions(self, reached: set[str]) -> dict[str, int]:
         """How many gradients each value will be given."""
         counts: dict[str, int] = {}
         for node in reversed(self.nodes):
@@ -287,7 +297,7 @@ class BodyMemory:
             if node is not None:
                 by_instruction[id(instruction)].saved = node.saved
                 by_instruction[id(instruction)].operands = node.operands
-        self._release(bound)
+        self.release(bound)
 
     def _forwards(self, region: _Region) -> list[Forward]:
         return [
@@ -295,7 +305,8 @@ class BodyMemory:
             for i in region.instructions
         ]
 
-    def _release(self, storages: list[int]) -> None:
+    def release(self, storages: list[int]) -> None:
+        """Let go of storages, and empty the list."""
         for storage in storages:
             self.ledger.release(storage)
         storages.clear()

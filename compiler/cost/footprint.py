@@ -68,8 +68,8 @@ class Forward:
 @dataclass(frozen=True, slots=True)
 class Backward:
     """The gradients of the operands in ``wanted``. Storages are those of the gradients that came in, by result, then the ones
-    it makes. ``peak``, ``exact``: as in :class:`Forward`; an inexact one is taken to make all gradients anew, and nothing
-    else on the way.
+    it makes. ``views``: whether a gradient is a view, which autograd never adds to in place. ``peak``, ``exact``: as in
+    :class:`Forward`; an inexact one is taken to make all gradients anew, and nothing else on the way.
     """
 
     wanted: tuple[int, ...]
@@ -77,6 +77,7 @@ class Backward:
     storages: tuple[int, ...]
     made: tuple[int, ...]
     peak: int
+    views: tuple[bool, ...]
     exact: bool = True
 
 
@@ -105,19 +106,29 @@ class Footprints:
         return self._forwards[key]
 
     def backward(
-        self, instruction: Instruction, operands: Sequence[TensorForm], incoming: Sequence[TensorForm | None]
+        self,
+        instruction: Instruction,
+        operands: Sequence[TensorForm],
+        incoming: Sequence[TensorForm | None],
+        only: Sequence[int] | None = None,
     ) -> Backward:
-        """``incoming``: the gradients of the results; ``None`` where none came."""
-        key = (_signature(instruction), tuple(operands), tuple(incoming))
+        """``incoming``: the gradients of the results; ``None`` where none came. ``only``: the positions of the operands whose
+        gradients are computed, if not of all that have one.
+        """
+        chosen = range(len(operands)) if only is None else only
+        wanted = tuple(i for i in chosen if operands[i].requires_grad)
+        if not wanted:
+            return Backward((), (), (), (), 0, ())
+        key = (_signature(instruction), tuple(operands), tuple(incoming), wanted)
         if key not in self._backwards:
             try:
-                self._backwards[key] = self._run_backward(instruction, operands, incoming)
+                self._backwards[key] = self._run_backward(instruction, operands, incoming, wanted)
             except REFUSALS:
-                wanted = tuple(i for i, form in enumerate(operands) if form.requires_grad)
                 made = tuple(operands[i].num_bytes for i in wanted)
                 numbers = tuple(range(len(incoming), len(incoming) + len(made)))
                 forms = tuple(operands[i] for i in wanted)
-                self._backwards[key] = Backward(wanted, forms, numbers, made, sum(made), isinstance(instruction, Adapt))
+                views = (False,) * len(made)
+                self._backwards[key] = Backward(wanted, forms, numbers, made, sum(made), views, isinstance(instruction, Adapt))
         return self._backwards[key]
 
     # ------------------------------------------------------------------------------------------------ running
@@ -153,13 +164,16 @@ class Footprints:
         return Forward(tuple(map(TensorForm.of, results)), storages, tuple(made), saved, live.peak - before)
 
     def _run_backward(
-        self, instruction: Instruction, forms: Sequence[TensorForm], incoming: Sequence[TensorForm | None]
+        self,
+        instruction: Instruction,
+        forms: Sequence[TensorForm],
+        incoming: Sequence[TensorForm | None],
+        wanted: Sequence[int],
     ) -> Backward:
         operands = self._operands(forms)
         kept: list[Tensor] = []
         with torch.enable_grad(), saving_to(kept):
             results = self._call(instruction, operands)
-        wanted = [i for i, x in enumerate(operands) if x.requires_grad]
         gradients = [None if f is None else self.rank.tensor(f.shape, f.dtype, strides=f.strides) for f in incoming]
         sent = [(y, g) for y, g in zip(results, gradients, strict=True) if g is not None and y.requires_grad]
         outputs, grad_outputs = [y for y, _ in sent], [g for _, g in sent]
@@ -178,8 +192,9 @@ class Footprints:
                 numbers[storage._cdata] = len(gradients) + len(made)
                 made.append(storage.nbytes())
             storages.append(numbers[storage._cdata])
-        made_forms = tuple(TensorForm.of(g) for _, g in given)
-        return Backward(tuple(i for i, _ in given), made_forms, tuple(storages), tuple(made), live.peak - before)
+        forms_made = tuple(TensorForm.of(g) for _, g in given)
+        views = tuple(g._is_view() for _, g in given)
+        return Backward(tuple(i for i, _ in given), forms_made, tuple(storages), tuple(made), live.peak - before, views)
 
     def _assumed(self, instruction: Instruction, forms: Sequence[TensorForm], trains: bool) -> Forward:
         """Of an instruction that does not run without numbers: results of their own, and everything is kept."""

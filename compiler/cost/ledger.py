@@ -62,6 +62,10 @@ class Ledger:
         if self._storages[storage].holders == 0:
             del self._storages[storage]
 
+    def is_held(self, storage: int) -> bool:
+        """Whether it lives."""
+        return storage in self._storages and self._storages[storage].holders > 0
+
     def holders(self, storage: int) -> int:
         return self._storages[storage].holders
 

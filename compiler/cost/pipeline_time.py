@@ -8,9 +8,10 @@ from shardwright.compiler.cost.body_time import BodyTime, body_time
 from shardwright.compiler.cost.collectives import collective_s
 from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.local import local_bytes
-from shardwright.compiler.cost.memory import OptimizerMemory, RankMemory
 from shardwright.compiler.cost.operators import OperatorTimes
+from shardwright.compiler.cost.optimizer_memory import OptimizerMemory
 from shardwright.compiler.cost.plan_cost import Activity, PlanCost, RankCost
+from shardwright.compiler.cost.rank_memory import RankMemory
 from shardwright.compiler.cost.reduction import Reduction, accumulation_s
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.plan.pipeline import Crossing, PipelineProgram

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.compiler.cost.memory import RankMemory
+from shardwright.compiler.cost.rank_memory import RankMemory
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from shardwright.compiler.cost.adapters import DEFAULT_BUCKET_BYTES, reduction_s
 from shardwright.compiler.cost.body_time import BodyTime
 from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.local import local_bytes
-from shardwright.compiler.cost.memory import OptimizerMemory, num_shards
 from shardwright.compiler.cost.operators import optimizer_s
+from shardwright.compiler.cost.optimizer_memory import OptimizerMemory, num_shards
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.plan.blocks import reads
 from shardwright.compiler.plan.program import Adapt, Declaration, Program

@@ -10,8 +10,8 @@ from shardwright.compiler.cost.adapters import step_time
 from shardwright.compiler.cost.collectives import collective_s
 from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.local import local_bytes
-from shardwright.compiler.cost.memory import ADAM, OptimizerMemory, num_shards
 from shardwright.compiler.cost.operators import OperatorTimes, OpTime, op_time
+from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory, num_shards
 from shardwright.compiler.cost.reduction import parameter_s
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.passes.stages import from_nothing

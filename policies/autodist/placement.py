@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardwright.compiler.cost.memory import RankMemory, program_memory
+from shardwright.compiler.cost.memory import program_memory
+from shardwright.compiler.cost.rank_memory import RankMemory
 from shardwright.compiler.ops.strategy import Assignment
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.plan import Plan

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardwright.compiler.cost.hardware import Hardware
-from shardwright.compiler.cost.memory import OptimizerMemory
 from shardwright.compiler.cost.operators import OperatorTimes
+from shardwright.compiler.cost.optimizer_memory import OptimizerMemory
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.policies.autodist.constraints import Constraints
 from shardwright.runtime.config import ComputeConfig

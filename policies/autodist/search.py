@@ -19,8 +19,8 @@ from dataclasses import replace
 
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.hardware import Hardware
-from shardwright.compiler.cost.memory import ADAM, OptimizerMemory
 from shardwright.compiler.cost.operators import OperatorTimes
+from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory
 from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.passes.lower import lower

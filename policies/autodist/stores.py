@@ -9,7 +9,7 @@ import numpy as np
 
 from shardwright.compiler.cost.adapters import step_time
 from shardwright.compiler.cost.local import local_bytes
-from shardwright.compiler.cost.memory import num_shards
+from shardwright.compiler.cost.optimizer_memory import num_shards
 from shardwright.compiler.cost.reduction import parameter_s
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.value import IRValue, ValueKind

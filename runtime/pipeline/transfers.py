@@ -243,7 +243,7 @@ class Exchange:
             self._sending.popleft().sending.wait()
 
     def _let_go(self, peer: int, action: int) -> None:
-        """Of what ``peer`` has received by the end of its action of this number, as what that action sent has come."""
+        """What this action of ``peer`` has made has come: let go of all that it and those before it have used."""
         kept: deque[_Sent] = deque()
         for sent in self._sending:
             if sent.peer == peer and sent.action is not None and sent.action <= action:

@@ -12,7 +12,10 @@ from plans import traced
 
 from shardwright.compiler.compile import Compiled, compile_graph
 from shardwright.compiler.cost.ledger import Ledger
-from shardwright.compiler.cost.memory import OptimizerMemory, RankMemory, pipeline_memory, program_memory
+from shardwright.compiler.cost.memory import program_memory
+from shardwright.compiler.cost.optimizer_memory import OptimizerMemory
+from shardwright.compiler.cost.pipeline_memory import pipeline_memory
+from shardwright.compiler.cost.rank_memory import RankMemory
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig

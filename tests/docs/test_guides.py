@@ -19,7 +19,6 @@ from shardwright.runtime.threads import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-DUMMY_ARGS = 'dummy_args = {"x": torch.zeros(8, 64), "target": torch.zeros(8, 64)}'
 
 
 def blocks(page: str) -> list[str]:
@@ -67,7 +66,7 @@ def test_the_policies_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         re.sub(r"(my_policy|every_verb), (config|four)\)", r"\1, \2, load_module=False, instance_name='\1')", block)
         for block in blocks(page)[:2]
     )
-    run_as_module(tmp_path, monkeypatch, f"{first}\nmodel = Net()\n{DUMMY_ARGS}\n{policies}", "guide_policy")
+    run_as_module(tmp_path, monkeypatch, f"{first}\nmodel = Net()\n{policies}", "guide_policy")
     shown = re.findall(r"```text\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)[0]
     without_lines = re.sub(r"[a-z_]+\.py:\d+", "", capsys.readouterr().out)
     assert re.sub(r"[a-z_]+\.py:\d+", "", shown) in without_lines

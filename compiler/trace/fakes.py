@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -100,6 +101,17 @@ def _warn_counted(module: torch.nn.Module, before: Mapping[str, Any]) -> None:
                 "call what it does in the first one: keep what changes from call to call in a buffer",
                 stacklevel=2,
             )
+
+
+@contextmanager
+def without_logs_of_fakes() -> Iterator[None]:
+    """Torch logs the whole traceback of a call that fails on fake tensors, then raises: once is enough."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 @contextmanager

@@ -17,7 +17,15 @@ from shardwright.compiler.trace.arguments import Arguments
 from shardwright.compiler.trace.autocast import one_autocast, surrounding_dtype
 from shardwright.compiler.trace.constants import Constants
 from shardwright.compiler.trace.dynamic import Dynamic
-from shardwright.compiler.trace.fakes import ModuleTensor, TraceMode, fake_like, module_tensors, source_value, unchanged
+from shardwright.compiler.trace.fakes import (
+    ModuleTensor,
+    TraceMode,
+    fake_like,
+    module_tensors,
+    source_value,
+    unchanged,
+    without_logs_of_fakes,
+)
 from shardwright.compiler.trace.patches import patched
 from shardwright.compiler.trace.recorder import Recorder, Variable
 from shardwright.compiler.trace.scope import Scope
@@ -130,6 +138,7 @@ class _Run:
         try:
             with ExitStack() as stack:
                 stack.enter_context(torch.enable_grad())
+                stack.enter_context(without_logs_of_fakes())
                 stack.enter_context(self.mode)
                 if self.dynamic.env is not None:  # some kernels take sizes as numbers; their Python forms do not
                     stack.enter_context(enable_python_dispatcher())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 
 import pytest
@@ -121,10 +122,12 @@ def test_local_autograd_functions() -> None:
     assert "cannot be imported by generated code" in text and "move it to the top level of a module" in text
 
 
-def test_a_failing_forward() -> None:
+def test_a_failing_forward(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "handlers", [caplog.handler])
     text = error_of(lambda x: x @ torch.zeros(7, 7, dtype=torch.float64))
     assert text.startswith("forward of Apply failed while it was traced: RuntimeError: ")
     assert f"  where: {__file__}:" in text
+    assert not caplog.records, "torch would log a traceback of its own"
 
 
 def test_backward_hooks() -> None:

@@ -29,6 +29,7 @@ any path. Constants of the trace are read by the name they are declared with, ``
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -87,6 +88,8 @@ class ParallelModule(CompiledModule):
     _declarations: dict[str, Declaration]
     _places: dict[str, tuple[Place, ...]]
     _trained: list[tuple[dict[str, nn.Parameter | None], str, bool]]
+    _summed: Declaration | None  # one of the parameters whose gradients are sums over ranks
+    _summed_version: int = -1  # of that parameter, at the last call
     _input_table: InputTable
     _inputs_compared: bool
     _in_step: bool = False
@@ -186,10 +189,16 @@ class ParallelModule(CompiledModule):
                 if declaration.kind == "parameter":
                     scope, leaf = self._places[declaration.name][0]
                     self._trained.append((scope._parameters, leaf, declaration.requires_grad))
+        self._summed = next((declaration for declaration, _ in self.trained_parameters() if self._is_summed(declaration)), None)
         # After all first names: a scope that holds nothing but an alias must not come before its elder siblings.
         for declaration in self._declarations.values():
             for alias in declaration.aliases:
                 self._put(alias, declaration, self.weights(declaration.name))
+
+    def _is_summed(self, declaration: Declaration) -> bool:
+        """Whether the gradient of a parameter is still to be summed over ranks when backward is done."""
+        layout = declaration.layout
+        return bool(layout.grad_partial) or (self.ranks.num_units > 1 and ZERO not in layout.cut_axes)
 
     def _place_of(self, declaration: Declaration) -> tuple[Mesh, Coords]:
         ranks = self.ranks_of(declaration)
@@ -314,6 +323,8 @@ class ParallelModule(CompiledModule):
         self._check_devices(tensors)
         if torch.is_grad_enabled():
             self._check_requires_grad()
+            if self.reducer is None:
+                self._warn_of_steps_without_sums()
         if not self._inputs_compared:
             self._inputs_compared = True
             self._compare_inputs(tensors)
@@ -345,6 +356,28 @@ class ParallelModule(CompiledModule):
             hint=f"set its requires_grad back to {not parameter.requires_grad}, or set it on the original module "
             "and compile again",
         )
+
+    def _warn_of_steps_without_sums(self) -> None:
+        """Warn once if parameters change between calls and nobody has been asked to sum their gradients: an ordinary
+        optimizer on ``parameters()`` steps along what this rank has of them.
+        """
+        if self._summed is None:
+            return
+        name, before = self._summed.name, self._summed_version
+        self._summed_version = self.weights(name)._version
+        if before in (-1, self._summed_version):
+            return
+        self._summed = None
+        if self.rank == self.ranks.unit == 0:
+            warnings.warn(
+                format_error(
+                    f"parameters of {type(self).__name__} have changed since it was called, and nobody sums their gradients",
+                    why=f"that of {name!r} is the sum of what several ranks compute, and no optimizer was made by "
+                    "build_optimizer",
+                    hint="optimizer = shardwright.build_optimizer(model, torch.optim.AdamW, lr=...) in the place of your own",
+                ),
+                stacklevel=4,
+            )
 
     def _compare_inputs(self, tensors: Mapping[str, Tensor]) -> None:
         found = differing(tensors, self._unit)

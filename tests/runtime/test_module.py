@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from shardwright.runtime.errors import CheckpointError, DistributedError, InputE
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.module import RESERVED_NAMES, ParallelModule
+from shardwright.runtime.optimizer import build_optimizer
 from shardwright.runtime.threads import run_ranks
 from shardwright.runtime.world import count_communication
 
@@ -50,6 +52,28 @@ def test_original_names_and_order(files):
         assert module.mesh == Mesh((("dp", 1), ("tp", 2)))
 
     on_ranks(2, check)
+
+
+def test_an_optimizer_that_nobody_told_about_the_other_ranks_is_warned_of(files):
+    def train(rank, make):
+        module = load_class(files)()
+        optimizer = make(module)
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(*make_batch(0)).backward()
+            optimizer.step()
+
+    with pytest.warns(UserWarning) as caught:
+        run_ranks(2, train, lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
+    assert [str(warning.message) for warning in caught] == [
+        "parameters of MLP have changed since it was called, and nobody sums their gradients\n"
+        "  why:   that of 'norm.weight' is the sum of what several ranks compute, and no optimizer was made by "
+        "build_optimizer\n"
+        "  try:   optimizer = shardwright.build_optimizer(model, torch.optim.AdamW, lr=...) in the place of your own"
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_ranks(2, train, lambda module: build_optimizer(module, torch.optim.SGD, lr=0.1))
 
 
 def test_each_rank_holds_its_pieces(files):

@@ -163,7 +163,7 @@ class Communicator:
             return torch.cat(self.all_gather(x, dim, sizes, phase=phase), dim)
         self._count(phase, "all_gather", x, x.numel() * self.size, x.numel() * (self.size - 1))
         whole = x.new_empty(_with_length(x, dim, x.shape[dim] * self.size))
-        self.transport.all_gather(x.detach().reshape(-1), whole.view(self.size, x.numel()))
+        self.transport.all_gather(x.detach().reshape(-1).contiguous(), whole.view(self.size, x.numel()))
         return whole
 
     def reduce_scatter(
@@ -331,7 +331,7 @@ def _with_length(x: Tensor, dim: int, length: int) -> tuple[int, ...]:
 def _padded(x: Tensor, length: int) -> Tensor:
     """``x`` flat and contiguous, with undefined elements appended up to ``length``."""
     if x.numel() == length:
-        return x.reshape(-1)
+        return x.reshape(-1).contiguous()  # every second element of a row is a view too
     result = x.new_empty(length)
     result[: x.numel()].view(x.shape).copy_(x)
     return result

@@ -56,10 +56,11 @@ def _let_go() -> None:
 
 
 class ProcessGroupTransport:
-    """See :class:`~shardwright.runtime.communicator.Transport`."""
+    """See :class:`~shardwright.runtime.communicator.Transport`. ``device``: where the tensors of this rank are."""
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
         self.process_group = process_group
+        self._device = device
         _holders.add(self)
 
     def let_go(self) -> None:
@@ -127,7 +128,9 @@ class ProcessGroupTransport:
         dist.recv(x, group=self.process_group, group_src=src_index)
 
     def barrier(self) -> None:
-        dist.barrier(group=self.process_group)
+        # NCCL's is a collective on a GPU, and guesses which one if it is not told.
+        device_ids = [self._device.index] if self._device.type == "cuda" else None
+        dist.barrier(group=self.process_group, device_ids=device_ids)
 
 
 class _AddingRows:

@@ -212,6 +212,7 @@ class ThreadTransport:
 
     def all_to_all(self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]) -> None:
         # Read after the sender has gone on: the communicator made x for this call and does not touch it again.
+        assert x.is_contiguous() and result.is_contiguous(), "NCCL sends contiguous tensors only"
         table = self._meet(f"all_to_all({x.dtype})", torch.split(x, send_sizes), list)
         for size, target, row in zip(receive_sizes, torch.split(result, receive_sizes), table, strict=True):
             chunk = row[self._index]
@@ -319,7 +320,13 @@ def _reduce(given: list[Tensor], op: ReduceOp) -> Tensor:
     return result
 
 
+_NOT_SENT = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+
+
 def _describe(x: Tensor) -> str:
+    """What a call sends, as text. What NCCL would refuse to send is refused here too."""
+    assert x.is_contiguous(), f"NCCL sends contiguous tensors only, this one of {list(x.shape)} has strides {x.stride()}"
+    assert x.dtype not in _NOT_SENT, f"NCCL sends no {x.dtype}"
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
 
 

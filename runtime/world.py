@@ -125,24 +125,54 @@ class SoloWorld(World):
         return ProcessMessages(self.rank, {})
 
 
+# [Note: Communicators are made at once]
+# NCCL makes the communicator of a group in the group's first call (unless init_process_group was given a device_id), and that
+# call waits in the host for all members, even if it is asynchronous. A rank that posts a receive ahead would wait for a
+# sender that waits for this rank; so would one that begins to sum the gradients of a shared parameter before others do. So
+# every group makes one call where it is created, which all ranks do in one order.
+
+
 class DistributedWorld(World):
-    """The ranks of ``torch.distributed``, which must be initialised. On NCCL the device is the current CUDA device."""
+    """The ranks of ``torch.distributed``, which must be initialised.
+
+    Where NCCL serves CUDA tensors and there are any GPUs the device is the current CUDA device, else the CPU. Raises
+    :class:`DistributedError` if another rank has the same GPU.
+    """
 
     def __init__(self) -> None:
         if not dist.is_initialized():
             raise DistributedError(
                 "torch.distributed is not initialised", hint="run under torchrun and call torch.distributed.init_process_group"
             )
-        on_cuda = "nccl" in dist.get_backend_config()
+        # init_process_group() without a backend takes NCCL for CUDA tensors and gloo for others, GPUs or not.
+        on_cuda = "nccl" in dist.get_backend_config() and torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         super().__init__(dist.get_rank(), dist.get_world_size(), device)
+        if on_cuda:
+            self._claim_gpu()
+
+    def _claim_gpu(self) -> None:
+        """Refuse a GPU that another rank has claimed: NCCL would fail at its first call, or wait for ever."""
+        gpu = torch.cuda.get_device_properties(self.device).uuid
+        store = dist.distributed_c10d._get_default_store()
+        holder = int(store.compare_set(f"shardwright/gpu/{gpu}", "", str(self.rank)))
+        if holder != self.rank:
+            raise DistributedError(
+                f"ranks {holder} and {self.rank} have the same GPU",
+                why=f"both made it their current device ({self.device} on rank {self.rank}), and NCCL wants one GPU per rank",
+                hint="call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before init_process_group; with more ranks "
+                "than GPUs initialise 'gloo', and they run on the CPU",
+            )
 
     def _make_transport(self, ranks: tuple[int, ...]) -> Transport | None:
         process_group = dist.group.WORLD if len(ranks) == self.size else dist.new_group(list(ranks))
         if self.rank not in ranks:
             return None
         assert isinstance(process_group, dist.ProcessGroup)
-        return ProcessGroupTransport(process_group)
+        transport = ProcessGroupTransport(process_group, self.device)
+        if self.device.type == "cuda":  # see [Note: Communicators are made at once]
+            transport.all_reduce_(torch.zeros(1, device=self.device), "sum")
+        return transport
 
     def _make_message_transport(self, channels: Sequence[tuple[int, int]]) -> MessageTransport:
         everyone = dist.group.WORLD
@@ -150,6 +180,11 @@ class DistributedWorld(World):
         if self.device.type == "cpu":
             return ProcessMessages(self.rank, dict.fromkeys(channels, everyone))
         groups = {channel: dist.new_group(list(channel)) for channel in channels}
+        for sender, receiver in channels:  # see [Note: Communicators are made at once]
+            if self.rank == sender:
+                dist.send(torch.zeros(1, device=self.device), receiver, groups[sender, receiver])
+            elif self.rank == receiver:
+                dist.recv(torch.zeros(1, device=self.device), sender, groups[sender, receiver])
         return ProcessMessages(self.rank, {c: group for c, group in groups.items() if self.rank in c and group is not None})
 
 

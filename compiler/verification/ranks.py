@@ -53,7 +53,7 @@ def train_plan(
     """
     manifest = Manifest.read(directory)
     results = run_ranks(
-        config.runtime_ngpus, lambda index: _train_rank(directory, config, samples, index, steps, optimizer, training)
+        config.runtime_ngpus, lambda index: train_rank(directory, config, samples, index, steps, optimizer, training)
     )
     unit_starts = results[:: config.plan_ngpus]
     losses = [[loss for result in unit_starts for loss in result.losses[step]] for step in range(steps)]
@@ -76,7 +76,7 @@ def train_plan(
     return Reference(losses, [out for result in unit_starts for out in result.outputs], gradients, parameters, buffers)
 
 
-def _train_rank(
+def train_rank(
     directory: Path,
     config: ComputeConfig,
     samples: Samples,
@@ -85,6 +85,7 @@ def _train_rank(
     optimizer: OptimizerFactory,
     training: bool,
 ) -> Held:
+    """Train as rank ``index`` of the current world, with ``samples`` on its device; what the rank has afterwards."""
     module = load_class(directory)()
     module.train(training)
     stepper = build_optimizer(module, optimizer, config)

@@ -55,7 +55,7 @@ def collectives() -> dict[str, Any]:
         if world.rank == 0:
             everyone.send(x, 3)
         if world.rank == 3:
-            results["received"] = everyone.receive((2, 3), x.dtype, 0)
+            results["received"] = everyone.receive((2, 3), x.dtype, 0, device=x.device)
         results["bfloat16"] = everyone.all_reduce(x.bfloat16())
         results["bool"] = everyone.all_gather_cat(torch.tensor([world.rank % 2 == 0]))
         results["object"] = world.broadcast_object({"text": "é", "rank": world.rank}, 1)

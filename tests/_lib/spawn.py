@@ -17,29 +17,43 @@ PRELOADED = ["torch.distributed", "torch._dynamo", "shardwright.runtime.loader",
 """What the process that forks the ranks has imported before: all need it, and importing takes longer than their work."""
 
 
-def run_processes(num_ranks: int, target: str, *args: Any) -> list[Any]:
+def run_processes(num_ranks: int, target: str, *args: Any, fake_cuda: bool = False) -> list[Any]:
     """Run ``module:function(*args)`` in one process per rank, with torch.distributed initialised; return what each returned.
 
-    ``target`` must be importable in a new process: a function of a module in ``tests/_lib`` or of an installed package.
+    ``target`` must be importable in a new process: a function of a module in ``tests/_lib`` or of an installed package. With
+    ``fake_cuda`` each rank has a fake CUDA device (see :mod:`fake_cuda`) and the process group stands in for NCCL's.
     """
     multiprocessing.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
-        job = (num_ranks, dict(os.environ), target, args, folder)
+        job = (num_ranks, dict(os.environ), target, args, folder, fake_cuda)
         multiprocessing.start_processes(_run, job, nprocs=num_ranks, start_method="forkserver")
         return [torch.load(Path(folder) / f"result{rank}.pt") for rank in range(num_ranks)]
 
 
-def _run(rank: int, num_ranks: int, environment: dict[str, str], target: str, args: tuple[Any, ...], folder: str) -> None:
+def _run(
+    rank: int,
+    num_ranks: int,
+    environment: dict[str, str],
+    target: str,
+    args: tuple[Any, ...],
+    folder: str,
+    fake_cuda: bool,
+) -> None:
     torch.set_num_threads(1)
     os.environ.clear()
     os.environ.update(environment)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    backend = "gloo"
+    if fake_cuda:
+        import fake_nccl
+
+        backend = fake_nccl.start(rank)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     try:
         module, function = target.split(":")
         result = getattr(importlib.import_module(module), function)(*args)
         torch.save(result, Path(folder) / f"result{rank}.pt")
-        dist.barrier()
+        dist.barrier(device_ids=[rank] if fake_cuda else None)
     except BaseException:
         traceback.print_exc()
         raise

@@ -3,13 +3,14 @@
 import pytest
 import runtime_ranks
 import torch
+import torch.distributed as dist
 from spawn import run_processes
 
 from shardwright.runtime.errors import DistributedError
 from shardwright.runtime.groups import RankMesh
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.threads import run_ranks
-from shardwright.runtime.world import SoloWorld, count_communication, counters, current_world
+from shardwright.runtime.world import DistributedWorld, SoloWorld, count_communication, counters, current_world
 
 
 def same(a, b):
@@ -171,3 +172,37 @@ def test_a_world_that_does_not_divide_into_units():
 def test_a_group_of_ranks_that_do_not_exist():
     with pytest.raises(DistributedError, match=r"a group of ranks \[0, 2\] cannot be made\n.* the world has ranks 0 to 1"):
         run_ranks(2, lambda rank: current_world().group([0, 2], "x"))
+
+
+def test_pieces_that_are_every_second_number_are_gathered():
+    x = torch.arange(6.0).view(3, 2)
+
+    def run(rank):
+        everyone = current_world().everyone
+        return everyone.all_gather_cat(x[:, rank]), everyone.all_gather(x[: 2 + rank, rank], 0, [2, 3])
+
+    for whole, pieces in run_ranks(2, run):
+        assert whole.tolist() == [0, 2, 4, 1, 3, 5]
+        assert [piece.tolist() for piece in pieces] == [[0, 2], [1, 3, 5]]
+
+
+def test_threads_refuse_what_nccl_does():
+    def gather(x):
+        return current_world().everyone.transport.all_gather(x, torch.empty(2, 3))
+
+    with pytest.raises(AssertionError, match="NCCL sends contiguous tensors only"):
+        run_ranks(2, lambda rank: gather(torch.zeros(3, 2)[:, 0]))
+    with pytest.raises(AssertionError, match=r"NCCL sends no torch\.int16"):
+        run_ranks(2, lambda rank: gather(torch.zeros(3, dtype=torch.int16)))
+
+
+def test_without_a_gpu_the_default_backends_run_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name, value in {
+        "is_initialized": True,
+        "get_rank": 0,
+        "get_world_size": 2,
+        "get_backend_config": "cpu:gloo,cuda:nccl",
+    }.items():
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    assert DistributedWorld().device == torch.device("cpu")

@@ -21,7 +21,7 @@ from shardwright.runtime.process_group import ProcessGroupTransport, ProcessMess
 from shardwright.runtime.world import current_world
 
 world = current_world()
-kept = ProcessGroupTransport(dist.group.WORLD), ProcessMessages(0, {{(0, 1): dist.group.WORLD}})
+kept = ProcessGroupTransport(dist.group.WORLD, torch.device('cpu')), ProcessMessages(0, {{(0, 1): dist.group.WORLD}})
 kept[0].barrier()
 dist.destroy_process_group()
 show_threads()

@@ -1,7 +1,7 @@
 """Every model of the zoo under every built-in policy against one device: loss, gradients, parameters after AdamW steps.
 
-The default tests run a cover: every model under two of the eight configurations, every family under all of them. The slow
-tests run the rest of the product.
+The default tests run a cover: every model under one or two of the eight configurations, and the families that have enough
+models for it, like the small ones together, under all of them. The slow tests run the rest of the product.
 """
 
 import warnings
@@ -26,16 +26,16 @@ CONFIGURATIONS = [
 
 def _cover() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
     """(model, configuration) pairs: those of the cover, and the rest."""
-    cover, rest = [], []
-    counts: dict[str, int] = {}
+    families: dict[str, list[str]] = {}
     for name in zoo.names():
-        family = name.split("-")[0]
-        start = counts.get(family, 0)
-        counts[family] = start + 2
-        chosen = {start % 8, (start + 1) % 8}
-        for index in range(8):
-            (cover if index in chosen else rest).append((name, index))
-    return cover, rest
+        families.setdefault(name.split("-")[0], []).append(name)
+    chosen, start = set(), 0
+    for members in families.values():
+        count = min(2 * len(members), len(CONFIGURATIONS))  # dealt to the members in turn
+        chosen |= {(members[i % len(members)], (start + i) % len(CONFIGURATIONS)) for i in range(count)}
+        start += count
+    pairs = [(name, index) for name in zoo.names() for index in range(len(CONFIGURATIONS))]
+    return [pair for pair in pairs if pair in chosen], [pair for pair in pairs if pair not in chosen]
 
 
 COVER, REST = _cover()

@@ -26,11 +26,14 @@ def chosen(graph: PlannableGraph, num_ranks: int = 2) -> list[DimClass]:
     return [graph.dims.classes[index] for index in sorted(choose_dims(graph, num_ranks))]
 
 
-TRANSFORMERS = zoo.names("hf", exclude=["cache", "padded", "frozen"])
-TRANSFORMERS += zoo.names("own", "encoder-decoder") + zoo.names("own", "vision")
+TRANSFORMERS = zoo.names("hf", exclude=["cache", "padded", "frozen"]) + zoo.names("own", "encoder-decoder")
+TRANSFORMERS += ["dit", "dit-uneven"]
+    zoo.names("hf", exclude=["cache", "padded", "frozen"]) + zoo.names("own", "encoder-decoder") + ["dit", "dit-uneven"]
+)
+QUICK = {"gpt2", "llama-mqa", "bert", "t5", "vit-uneven", "encoder-decoder-uneven", "dit"}
 
 
-@pytest.mark.parametrize("name", [n for n in TRANSFORMERS if "resnet" not in n and "unet" not in n])
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in TRANSFORMERS])
 def test_the_hidden_dim_of_a_transformer_is_never_split(name: str) -> None:
     """It is what every norm needs whole and what every product of the model reads or writes."""
     names = [c.name for c in chosen(plans.zoo_graph(name))]

@@ -171,9 +171,9 @@ def search_variants(variants: Variants, options: AutodistOptions, hardware: Hard
     times = load_times(options.hardware)
     pricings: dict[Mesh, Pricing] = {}
 
-    def one(variant: Variant, time_limit_s: float) -> Found:
+    def one(variant: Variant, time_limit_s: float, worth_s: float) -> Found:
         chosen = options_of(variant, options, time_limit_s)
-        space = _space(variant.graph, variant.config, chosen, hardware)
+        space = replace(_space(variant.graph, variant.config, chosen, hardware), worth_s=worth_s)
         placer = Placer(variant.graph, variant.config, chosen, hardware, times, pricings)
         return Search(
             variant.graph, variant.config, hardware, space, placer, times=times, time_limit_s=time_limit_s

@@ -153,6 +153,8 @@ class Search:
         audits = 0
         while waiting and (audits < wanted or not self.found.audited):
             waiting.sort(key=lambda item: item[0].predicted_s)
+            if waiting[0][0].predicted_s > self.space.worth_s:
+                break
             candidate, corrections = waiting.pop(0)
             audits += 1
             cost = self.audited(candidate.plan)

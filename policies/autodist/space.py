@@ -45,7 +45,8 @@ class Space:
     """What is searched. ``None`` leaves a choice to the search.
 
     ``num_positions``: pipeline positions; 1 is no pipeline. ``meshes``: of the ranks of one position, by their number.
-    ``recompute``: module paths computed again, whatever the memory; ``None``: layers, as few as memory asks for.
+    ``recompute``: module paths computed again, whatever the memory; ``None``: layers, as few as memory asks for. ``audits``: how
+    many candidates are audited; ``worth_s``: none that is predicted to take longer.
     """
 
     meshes: Mapping[int, Sequence[Mesh]]
@@ -57,3 +58,4 @@ class Space:
     recompute: Sequence[str] | None = None
     memory_bytes: float = float("inf")
     audits: int = 6
+    worth_s: float = float("inf")

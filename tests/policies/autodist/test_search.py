@@ -58,6 +58,15 @@ def test_every_number_of_positions_and_every_mesh_is_tried() -> None:
     assert steps == sorted(steps)
 
 
+def test_what_is_predicted_to_take_too_long_is_not_audited() -> None:
+    full = search(audits=100)
+    times = sorted(candidate.predicted_s for candidate in full.audited)
+    some = search(audits=100, worth_s=times[2])
+    assert sorted(candidate.predicted_s for candidate in some.audited) == times[:3]
+    assert sorted(candidate.predicted_s for candidate in some.others) == times[3:]
+    assert search(worth_s=0.0).best is None
+
+
 def test_the_prediction_is_near_the_audit() -> None:
     found = search(audits=100)
     assert len(found.audited) == 6

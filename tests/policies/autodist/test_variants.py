@@ -26,7 +26,7 @@ from shardwright.compiler.verification.verify import verify
 from shardwright.policies.autodist.found import INTERRUPT, Candidate, Found
 from shardwright.policies.autodist.policy import AutodistOptions, search
 from shardwright.policies.autodist.space import Placed
-from shardwright.policies.autodist.variants import Variant, Variants
+from shardwright.policies.autodist.variants import WORTH, Variant, Variants
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, PlanError
@@ -169,7 +169,7 @@ def variants_of(config: ComputeConfig, stages: Any = None) -> Variants:
 def found_by(seconds: Mapping[int, float]) -> Any:
     """A search that takes no time."""
 
-    def one(variant: Variant, time_limit_s: float) -> Found:
+    def one(variant: Variant, time_limit_s: float, worth_s: float) -> Found:
         assert variant.zero_stage is not None
         if seconds[variant.zero_stage] < 0:
             raise KeyboardInterrupt
@@ -188,14 +188,15 @@ def test_an_interrupt_keeps_the_best_of_the_searches_so_far() -> None:
 
 
 def test_the_time_is_shared() -> None:
-    given: list[float] = []
+    given: list[tuple[float, float]] = []
 
-    def one(variant: Variant, time_limit_s: float) -> Found:
-        given.append(time_limit_s)
-        return found_by({0: 2.0, 1: 1.0, 2: 3.0, 3: 0.5})(variant, time_limit_s)  # type: ignore[no-any-return]
+    def one(variant: Variant, time_limit_s: float, worth_s: float) -> Found:
+        given.append((time_limit_s, worth_s))
+        return found_by({0: 2.0, 1: 1.0, 2: 3.0, 3: 0.5})(variant, time_limit_s, worth_s)  # type: ignore[no-any-return]
 
     found = variants_of(config_of(1, 2)).search(one, 80.0)
-    assert given == pytest.approx([20.0, 80 / 3, 40.0, 80.0], rel=0.05)
+    assert [limit for limit, _ in given] == pytest.approx([20.0, 80 / 3, 40.0, 80.0], rel=0.05)
+    assert [worth for _, worth in given] == [float("inf"), 2 * WORTH, WORTH, WORTH]
     assert [candidate.plan.zero_stage for candidate in found.audited] == [3, 1, 0, 2]
     late = variants_of(config_of(1, 2)).search(one, 0.0)
     assert late.best is not None and late.best.plan.zero_stage == 0 and late.interrupted == "the time limit of 0 s"

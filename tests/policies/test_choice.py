@@ -28,8 +28,6 @@ def chosen(graph: PlannableGraph, num_ranks: int = 2) -> list[DimClass]:
 
 TRANSFORMERS = zoo.names("hf", exclude=["cache", "padded", "frozen"]) + zoo.names("own", "encoder-decoder")
 TRANSFORMERS += ["dit", "dit-uneven"]
-    zoo.names("hf", exclude=["cache", "padded", "frozen"]) + zoo.names("own", "encoder-decoder") + ["dit", "dit-uneven"]
-)
 QUICK = {"gpt2", "llama-mqa", "bert", "t5", "vit-uneven", "encoder-decoder-uneven", "dit"}
 
 

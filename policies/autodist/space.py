@@ -45,8 +45,8 @@ class Space:
     """What is searched. ``None`` leaves a choice to the search.
 
     ``num_positions``: pipeline positions; 1 is no pipeline. ``meshes``: of the ranks of one position, by their number.
-    ``recompute``: module paths computed again, whatever the memory; ``None``: layers, as few as memory asks for. ``audits``: how
-    many candidates are audited; ``worth_s``: none that is predicted to take longer.
+    ``recompute``: module paths computed again, whatever the memory; ``None``: layers, as few as memory asks for. ``audits``:
+    how many candidates are audited; ``worth_s``: none that is predicted to take longer.
     """
 
     meshes: Mapping[int, Sequence[Mesh]]

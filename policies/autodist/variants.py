@@ -94,8 +94,8 @@ class Variants:
         return next(v for v in self.listed if (v.zero_stage, v.batch) == (plan.zero_stage, plan.batch))
 
     def search(self, one: Callable[[Variant, float, float], Found], time_limit_s: float) -> Found:
-        """What ``one`` finds for all of them, each in its share of the time that is left, where it only audits what is predicted
-        to be about as good as the best so far.
+        """What ``one`` finds for all of them, each in its share of the time that is left, where it only audits what is
+        predicted to be about as good as the best so far.
         """
         if len(self.listed) == 1 and not self.listed[0].title and not self.refused:
             return one(self.listed[0], time_limit_s, float("inf"))

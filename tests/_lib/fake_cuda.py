@@ -1,8 +1,8 @@
 """CUDA devices on a build of torch without CUDA, with real values: for finding what would fail on GPUs.
 
 :func:`install` gives this process :data:`NUM_DEVICES` devices, ``cuda:0`` and on. Their tensors are ordinary ones, with CUDA's
-dispatch key and the host's memory (``fake_cuda.cpp``), so views, storages, ``.data``, autograd and optimizers do what they do on
-a GPU: operators refuse tensors of two devices, the CUDA list of autocast holds, a backward runs in a thread of its device,
+dispatch key and the host's memory (``fake_cuda.cpp``), so views, storages, ``.data``, autograd and optimizers do what they do
+on a GPU: operators refuse tensors of two devices, the CUDA list of autocast holds, a backward runs in a thread of its device,
 and generators belong to a device. The kernels are the CPU's, so values are equal to those on a CPU bit by bit.
 
 :mod:`fake_nccl` has a process group that refuses what NCCL refuses. What neither shows: streams and their races, the

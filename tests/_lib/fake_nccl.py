@@ -23,9 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from fake_cuda import install
+from torch import Tensor
 
 BACKEND = "nccl_stand_in"
 

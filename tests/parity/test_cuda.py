@@ -1,4 +1,4 @@
-"""Training on CUDA devices and with NCCL's rules, held to one device. The devices are fake ones: see tests/_lib/fake_cuda.py."""
+"""Training on CUDA devices and with NCCL's rules, held to one device. The devices are fake: see tests/_lib/fake_cuda.py."""
 
 from pathlib import Path
 
@@ -45,6 +45,6 @@ def test_two_ranks_with_one_gpu_are_refused() -> None:
     assert text == (
         f"ranks {first} and {second} have the same GPU\n"
         f"  why:   both made it their current device (cuda:0 on rank {second}), and NCCL wants one GPU per rank\n"
-        "  try:   call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before init_process_group; with more ranks than GPUs "
-        "initialise 'gloo', and they run on the CPU"
+        "  try:   call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before init_process_group; with more ranks than "
+        "GPUs initialise 'gloo', and they run on the CPU"
     )

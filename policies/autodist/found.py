@@ -9,7 +9,23 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Program
 from shardwright.policies.autodist.blocks import Setting
 from shardwright.policies.autodist.candidates import Pace
-from shardwright.policies.autodist.space import Placed
+from shardwright.policies.autodist.space import Placed, Wish
+from shardwright.runtime.layout import Mesh
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A mesh of one position with the model placed on it for speed alone. ``others``: what may be asked besides."""
+
+    num_positions: int
+    mesh: Mesh
+    free: Placed
+    others: tuple[Wish, ...]
+
+    @property
+    def bound_s(self) -> float:
+        """No plan of so many positions on this mesh takes less."""
+        return self.free.bound_s / self.num_positions
 
 
 @dataclass(frozen=True)

@@ -301,6 +301,9 @@ TARGET_GAP, LARGE = 5e-3, 256
 the time is for all of them. On a mesh that is given, and for smaller models, placements are made as good as time allows.
 """
 
+SHARE = 0.02
+"""Of the time limit, for a placement that need not be better."""
+
 
 class Placer:
     """Places the model, keeping what does not change between the wishes for one mesh."""
@@ -320,6 +323,8 @@ class Placer:
 
     def request(self, wish: Wish) -> PlacementRequest:
         """What a wish asks of the placement, with what the options fix."""
+        coarse = self.options.mesh is None and len(self.graph.ops) >= LARGE
+        share = SHARE if coarse else 1.0
         return PlacementRequest(
             self.graph,
             wish.mesh,
@@ -328,8 +333,8 @@ class Placer:
             self.config,
             memory_limit_bytes=wish.memory_bytes,
             constraints=Constraints(self.options.pin, self.options.forbid, self.options.stored),
-            time_limit_s=max(1.0, (self._deadline - time.monotonic()) / 2),
-            target_gap=TARGET_GAP if self.options.mesh is None and len(self.graph.ops) >= LARGE else 0.0,
+            time_limit_s=max(1.0, min((self._deadline - time.monotonic()) / 2, share * self.options.time_limit_s)),
+            target_gap=TARGET_GAP if coarse else 0.0,
             microbatches=wish.num_microbatches,
             outputs=output_wishes(self.graph, self.config),
             recompute=wish.recompute,

@@ -1,7 +1,9 @@
 """The outer search: meshes, pipeline stages, schedules, and what is computed again.
 
     for every number of pipeline positions, and every mesh of the ranks of one position:
-        place the whole model on that mesh                                    (placement.py: every operator, exact or bounded)
+        place the whole model on that mesh for speed alone                    (placement.py: every operator, exact or bounded)
+    for each of them, the least bound first, as long as that is below the best plan so far:
+        place the model within the memory too, where it does not fit
         for every schedule: cut the chain of blocks into stages               (stages.py: exact under its model)
     lower the most promising plans and audit them: adapters, messages and actions that are really emitted
         one that takes more memory than was predicted is cut into stages again, with as much less to be used
@@ -33,8 +35,8 @@ from shardwright.compiler.plan.zero import units_of_storage
 from shardwright.policies.autodist.blocks import Setting
 from shardwright.policies.autodist.candidates import Pace, divisors, paces
 from shardwright.policies.autodist.cutting import Cutter
-from shardwright.policies.autodist.found import INTERRUPT, Attempt, Candidate, Found
-from shardwright.policies.autodist.space import Placed, Placer, Space
+from shardwright.policies.autodist.found import INTERRUPT, Attempt, Candidate, Found, Opening
+from shardwright.policies.autodist.space import Placed, Placer, Space, Wish
 from shardwright.policies.autodist.stages import NoFit
 from shardwright.policies.autodist.wishes import wishes
 from shardwright.policies.autodist.words import mesh_title, paced_title, too_large
@@ -47,6 +49,9 @@ MAX_CORRECTIONS = 3
 
 CORRECTION = 1.05
 """By how much of that the limit is lowered."""
+
+OPENING_SHARE, TRYING_SHARE = 0.4, 0.8
+"""The shares of the time limit after which no further mesh is placed for speed, and none is tried: the rest is for audits."""
 
 
 class Search:
@@ -69,24 +74,60 @@ class Search:
         self.time_limit_s = time_limit_s
         self.cutter = Cutter(graph, space)
         self.found = Found()
+        self._began = time.monotonic()
 
     def run(self) -> Found:
         """Search until done, out of time, or interrupted from the keyboard."""
-        began = time.monotonic()
+        self._began = time.monotonic()
+        openings: list[Opening] = []
         try:
-            for num_positions, mesh in self._meshes():
-                if time.monotonic() - began > self.time_limit_s and self.found.others:
-                    self.found.interrupted = f"the time limit of {self.time_limit_s:.0f} s"
+            for opening in self._openings():
+                openings.append(opening)
+                if self._spent() > OPENING_SHARE:
+                    self._end_by_time()
                     break
-                self._try_mesh(num_positions, mesh)
-            self._audit_best()
+            self._try_all(openings)
         except KeyboardInterrupt:
-            if not self.found.others and not self.found.audited:
+            if not openings:
                 raise
             self.found.interrupted = INTERRUPT
+            for opening in openings:
+                if not self.found.others and not self.found.audited:
+                    self._try_mesh(opening)
             self._audit_best(most=1)
-        self.found.seconds = time.monotonic() - began
+        self.found.seconds = time.monotonic() - self._began
         return self.found
+
+    def _spent(self, more_s: float = 0.0) -> float:
+        """The share of the time limit that is over, or will be after ``more_s``."""
+        return (time.monotonic() - self._began + more_s) / max(self.time_limit_s, 1e-9)
+
+    def _end_by_time(self) -> None:
+        self.found.interrupted = f"the time limit of {self.time_limit_s:.0f} s"
+
+    def _try_all(self, openings: Sequence[Opening]) -> None:
+        """Try the meshes that may have the best plan, the least bound first, and audit what they give; again while audits leave
+        others that may have it.
+        """
+        waiting = sorted(openings, key=lambda opening: opening.bound_s)
+        while promising := [opening for opening in waiting if opening.bound_s < self._best_s()]:
+            for opening in promising:
+                if self._spent() > TRYING_SHARE and (self.found.others or self.found.audited):
+                    self._end_by_time()
+                    break
+                if opening.bound_s < self._best_s():
+                    self._try_mesh(opening)
+                    waiting.remove(opening)
+            self._audit_best()
+            if self.found.interrupted is not None:
+                break
+        for opening in waiting:
+            title = mesh_title(opening.num_positions, opening.free.plan.mesh)
+            self.found.refused[title] = f"every plan on it takes at least {opening.bound_s * 1e3:.6g} ms"
+
+    def _best_s(self) -> float:
+        """Of a step of the best plan so far: audited, or predicted where nothing is."""
+        return min((c.step_s for c in self.found.audited or self.found.others), default=self.space.worth_s)
 
     # -------------------------------------------------------------------------------------------- candidates
 
@@ -98,21 +139,37 @@ class Search:
                 for mesh in self.space.meshes.get(self.config.plan_ngpus // number, ()):
                     yield number, mesh
 
-    def _try_mesh(self, num_positions: int, mesh: Mesh) -> None:
+    def _openings(self) -> Iterable[Opening]:
+        """Every mesh with the model placed on it for speed alone."""
+        for num_positions, mesh in self._meshes():
+            listed = iter(wishes(self.graph, self.space, num_positions, mesh))
+            free = self._placed(next(listed), mesh_title(num_positions, mesh))
+            if free is not None:
+                yield Opening(num_positions, mesh, free, tuple(listed))
+
+    def _placed(self, wish: Wish, title: str) -> Placed | None:
+        """The placement that is wished for; None, and why it cannot be among what is refused."""
+        try:
+            return self._over_units(self.place(wish))
+        except PlanError as error:
+            self.found.refused[title] = f"{error.what}: {error.why}" if error.why else error.what
+            return None
+
+    def _try_mesh(self, opening: Opening) -> None:
         """All schedules on one mesh: placed for speed alone first, and for the memory too if that does not fit, or only with
         layers computed again.
         """
-        space, title = self.space, mesh_title(num_positions, mesh)
+        space, num_positions, mesh = self.space, opening.num_positions, opening.mesh
+        title = mesh_title(num_positions, mesh)
         seen: list[Plan] = []
-        for wish in wishes(self.graph, space, num_positions, mesh):
-            try:
-                placed = self._over_units(self.place(wish))
-            except PlanError as error:
-                self.found.refused[title] = f"{error.what}: {error.why}" if error.why else error.what
-                continue
-            if any(placed.plan.strategies == plan.strategies and placed.plan.stored == plan.stored for plan in seen):
+        for wish in (None, *opening.others):
+            placed = opening.free if wish is None else self._placed(wish, title)
+            if placed is None or any(
+                placed.plan.strategies == plan.strategies and placed.plan.stored == plan.stored for plan in seen
+            ):
                 continue
             seen.append(placed.plan)
+            placed = replace(placed, bound_s=opening.free.bound_s)  # what is computed again, and when, is free
             title = mesh_title(num_positions, placed.plan.mesh)  # its axes may have better names by now
             ranks = tuple(range(mesh.size))
             setting = Setting(self.hardware, self.config, ranks, self.optimizer, self.times, space.num_microbatches)
@@ -150,11 +207,17 @@ class Search:
         """Lower and audit the most promising candidates; what does not fit is cut again for less memory, or refused."""
         waiting = [(candidate, 0) for candidate in self.found.others]
         wanted = self.space.audits if most is None else most
-        audits = 0
+        audits, longest_s = 0, 0.0
         while waiting and (audits < wanted or not self.found.audited):
             waiting.sort(key=lambda item: item[0].predicted_s)
             if waiting[0][0].predicted_s > self.space.worth_s:
-                break
+                return
+            if self.found.audited:
+                if waiting[0][0].predicted_s > self.space.near * self._best_s():
+                    return
+                if self._spent(longest_s) > 1.0:
+                    return self._end_by_time()
+            began = time.monotonic()
             candidate, corrections = waiting.pop(0)
             audits += 1
             cost = self.audited(candidate.plan)
@@ -168,6 +231,7 @@ class Search:
                     waiting.append((mended, corrections + 1))
             self.found.audited.sort(key=lambda candidate: candidate.step_s)
             self.found.others = [candidate for candidate, _ in waiting]
+            longest_s = max(longest_s, time.monotonic() - began)
 
     def _mended(self, candidate: Candidate, peak_bytes: float) -> Candidate | None:
         """The candidate cut again, for as much less memory as it took too much; None if that leaves nothing else."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,9 @@ def by_thumb(wish: Wish) -> Placed:
 def search(place: Any = by_thumb, num_ranks: int = 4, **space: Any) -> Found:
     config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=True)
     every = {n: meshes(n) for n in divisors(num_ranks)}
-    full = Space(**{"meshes": every, "num_microbatches": 4, "schedules": ("1f1b", "zb_h1"), "audits": 3, **space})
-    return Search(graph(), config, load_hardware("a100-80gb", num_ranks), full, place).run()
+    fields = {"meshes": every, "num_microbatches": 4, "schedules": ("1f1b", "zb_h1"), "audits": 3, "near": math.inf}
+    limit = {"time_limit_s": space.pop("time_limit_s")} if "time_limit_s" in space else {}
+    return Search(graph(), config, load_hardware("a100-80gb", num_ranks), Space(**fields | space), place, **limit).run()
 
 
 def test_every_number_of_positions_and_every_mesh_is_tried() -> None:
@@ -109,6 +111,39 @@ def test_a_placement_that_fails_is_a_reason_not_an_end() -> None:
 
     found = search(refuses)
     assert found.refused["x=2 x y=2"] == "no placement: two axes" and found.best is not None
+
+
+def test_meshes_whose_bound_is_no_better_than_the_best_plan_are_not_tried() -> None:
+    def bounded(wish: Wish) -> Placed:
+        return replace(by_thumb(wish), bound_s=10.0 if len(wish.mesh.axes) == 2 else 0.0)
+
+    found = search(bounded)
+    assert found.refused["x=2 x y=2"] == "every plan on it takes at least 10000 ms"
+    assert not any("y=2" in candidate.title for candidate in (*found.audited, *found.others))
+
+
+def test_a_placement_for_less_memory_is_bounded_by_the_one_for_speed() -> None:
+    def bounded(wish: Wish) -> Placed:
+        own = by_thumb(wish)
+        if wish.memory_bytes is None:
+            return replace(own, bound_s=1e-6)
+        return replace(own, plan=replace(own.plan, stored={}), bound_s=10.0)
+
+    free = search(num_positions=1, meshes={4: meshes(4)[:1]})
+    assert free.best is not None and free.best.cost is not None
+    tight = search(bounded, num_positions=1, meshes={4: meshes(4)[:1]}, memory_bytes=0.95 * free.best.cost.peak_bytes)
+    assert tight.audited and all(candidate.placed.bound_s == 1e-6 for candidate in tight.audited)
+
+
+def test_what_is_predicted_to_take_much_longer_is_not_audited() -> None:
+    found = search(audits=100, near=1.0)
+    assert found.audited and found.others and found.best is not None
+    assert all(candidate.predicted_s > found.best.step_s for candidate in found.others)
+
+
+def test_the_time_limit_ends_openings_trials_and_audits() -> None:
+    found = search(time_limit_s=0.0)
+    assert found.interrupted == "the time limit of 0 s" and len(found.audited) == 1 and not found.refused
 
 
 def test_an_interrupt_keeps_the_best_so_far() -> None:

@@ -163,7 +163,7 @@ def test_a_model_traced_for_one_size_is_planned_for_that() -> None:
 
 
 def variants_of(config: ComputeConfig, stages: Any = None) -> Variants:
-    return Variants.of({None: planning.zoo_graph("mlp")}, config, stages)
+    return Variants.of({None: plans.zoo_graph("mlp")}, config, stages)
 
 
 def found_by(seconds: Mapping[int, float]) -> Any:

@@ -1,4 +1,4 @@
-"""A GPT written for one device, in plain PyTorch: what the demo and the benchmarks compile.
+"""A GPT written for one device, in plain PyTorch: what the demo compiles.
 
 Legend: B batch, S sequence, D hidden, V vocabulary.
 """

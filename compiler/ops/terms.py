@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -105,6 +105,11 @@ def drawn_layout(rule: OpRule, term: TensorRefs, local: LocalSizes) -> dict[str,
     symbols = {s for d in layout.dims for a in d for n in a.segments if not is_static(n) for s in n.free_symbols}
     sizes = {"sizes": tuple((str(s), s) for s in sorted(symbols, key=str))} if symbols else {}
     return {"layout": str(layout), **sizes}
+
+
+def local_size(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
+    """The argument ``size`` of a call that makes a tensor: that of the local result."""
+    return {"size": local.shape(rule.results[0])}
 
 
 def start_of(refs: DimRefs, local: LocalSizes) -> Size:

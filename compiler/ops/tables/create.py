@@ -6,16 +6,16 @@ Constant tensors are free in every dim: a rank makes its piece. Tensors whose el
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from shardwright.compiler.ir.op import Arg, IROp, RankDevice
+from shardwright.compiler.ir.op import IROp, RankDevice
 from shardwright.compiler.ops.aliases import Kwargs, rewriting, without
 from shardwright.compiler.ops.builder import RuleBuilder, linear_sets, whole_rule
 from shardwright.compiler.ops.registry import Normalise, define
-from shardwright.compiler.ops.rule import LocalSizes, OpRule
+from shardwright.compiler.ops.rule import OpRule
+from shardwright.compiler.ops.terms import local_size
 
 _MEMORY = ("layout", "pin_memory", "requires_grad", "out", "names", "memory_format")
 
@@ -24,11 +24,7 @@ def _constant(op: IROp) -> OpRule:
     build = RuleBuilder()
     operands = [((),) * value.ndim for value in op.operands]  # a fill value may be a tensor of one element
     result = build.tensor(op.results[0].shape)
-    return build.rule(operands, [result], linear=linear_sets(op, ("fill_value",)), localise=_local_size)
-
-
-def _local_size(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
-    return {"size": local.shape(rule.results[0])}
+    return build.rule(operands, [result], linear=linear_sets(op, ("fill_value",)), localise=local_size)
 
 
 def _sizes(args: tuple[Any, ...]) -> tuple[Any, ...]:

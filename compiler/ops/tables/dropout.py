@@ -6,19 +6,19 @@ whole. Factors are free where one drawn number belongs to one element.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from shardwright.compiler.ir.op import Arg, IROp
+from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.aliases import callables, through, without
 from shardwright.compiler.ops.annotation import parse_rule
 from shardwright.compiler.ops.builder import dim_of, linear_sets
 from shardwright.compiler.ops.registry import Normalise, define
-from shardwright.compiler.ops.rule import LocalSizes, OpRule, TensorRefs
-from shardwright.compiler.ops.terms import DRAWN, RUNTIME, annotation, broadcast, define_form, drawn, may_be, names
+from shardwright.compiler.ops.rule import OpRule, TensorRefs
+from shardwright.compiler.ops.terms import DRAWN, RUNTIME, annotation, broadcast, define_form, drawn, local_size, may_be, names
 
 _PLAIN = without("inplace", "generator", "out", "layout", "requires_grad", "pin_memory", "memory_format")
 
@@ -95,13 +95,9 @@ _random(
 # ------------------------------------------------------------------------------------------------ new tensors
 
 
-def _local_size(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
-    return {"size": local.shape(rule.results[0])}
-
-
 def _created(op: IROp) -> OpRule:
     """A tensor of a given size: all dims come from the size argument."""
-    rule = parse_rule(annotation([], [names(op.results[0].ndim, "a")]), op, localise=_local_size)
+    rule = parse_rule(annotation([], [names(op.results[0].ndim, "a")]), op, localise=local_size)
     return drawn(rule, _runtime(op), _result)
 
 

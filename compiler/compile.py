@@ -21,7 +21,7 @@ from shardwright.compiler.passes.rules import attach_rules
 from shardwright.compiler.passes.schedule import inference_like, schedule_of
 from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.passes.verify_program import verify_program
-from shardwright.compiler.pipeline import CompileReport, FunctionPass, PassManager
+from shardwright.compiler.pass_manager import CompileReport, FunctionPass, PassManager
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.check import check_batch, check_names
 from shardwright.compiler.plan.named import split_dim_names

@@ -1,4 +1,4 @@
-"""The pass manager: runs the stages of a compile one after another, and between them times, dumps and verifies.
+"""The pass manager: runs the steps of a compile one after another, and between them times, dumps and verifies.
 
 A pass takes one immutable form of the program and returns another. After each one the manager
 
@@ -26,7 +26,7 @@ Out = TypeVar("Out")
 
 
 class Pass(Protocol[Before, After]):
-    """One stage of a compile. A pass with options is a frozen dataclass whose fields are the options."""
+    """One step of a compile. A pass with options is a frozen dataclass whose fields are the options."""
 
     @property
     def name(self) -> str:
@@ -48,8 +48,8 @@ class FunctionPass(Generic[In, Out]):
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """How long one stage took."""
+class Step:
+    """How long one step of a compile took."""
 
     name: str
     seconds: float
@@ -57,19 +57,19 @@ class Stage:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What a compile spent its time on, stage by stage in order. A stage that ran twice is listed twice."""
+    """What a compile spent its time on, step by step in order. A step that ran twice is listed twice."""
 
-    stages: tuple[Stage, ...] = ()
+    steps: tuple[Step, ...] = ()
 
     @property
     def total_s(self) -> float:
-        return sum(stage.seconds for stage in self.stages)
+        return sum(step.seconds for step in self.steps)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by stage name, in the order of first appearance."""
+        """Seconds by name, in the order of first appearance."""
         totals: dict[str, float] = {}
-        for stage in self.stages:
-            totals[stage.name] = totals.get(stage.name, 0.0) + stage.seconds
+        for step in self.steps:
+            totals[step.name] = totals.get(step.name, 0.0) + step.seconds
         return totals
 
     def __str__(self) -> str:
@@ -87,13 +87,13 @@ class PassManager:
     verifiers: Mapping[type, Callable[[Any], object]] = field(default_factory=dict)
     printers: Mapping[type, Callable[[Any], str]] = field(default_factory=dict)
     dump: Path | None = None
-    _stages: list[Stage] = field(default_factory=list, init=False)
+    _steps: list[Step] = field(default_factory=list, init=False)
     _num_dumped: int = field(default=0, init=False)
 
     @property
     def report(self) -> CompileReport:
-        """The stages run so far."""
-        return CompileReport(tuple(self._stages))
+        """The steps run so far."""
+        return CompileReport(tuple(self._steps))
 
     def run(self, step: Pass[In, Out], before: In) -> Out:
         """Run one pass on ``before`` and return what it makes, checked."""
@@ -108,10 +108,10 @@ class PassManager:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Count what happens inside as a stage. One that raises is not counted."""
+        """Count what happens inside as a step. One that raises is not counted."""
         start = time.perf_counter()
         yield
-        self._stages.append(Stage(name, time.perf_counter() - start))
+        self._steps.append(Step(name, time.perf_counter() - start))
 
     def _verify(self, verifier: Callable[[Any], object], name: str, after: object, dumped: Path | None) -> None:
         try:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.compiler.pipeline import CompileReport, FunctionPass, PassManager, Stage
+from shardwright.compiler.pass_manager import CompileReport, FunctionPass, PassManager, Step
 from shardwright.runtime.errors import InternalError, PlanError
 
 
@@ -34,7 +34,7 @@ def show(number: Number) -> str:
     return f"the number {number.value}"
 
 
-def test_dumps_are_numbered_and_stages_timed(tmp_path):
+def test_dumps_are_numbered_and_steps_timed(tmp_path):
     manager = PassManager({Number: check}, {Number: show}, tmp_path / "dump")
     number = manager.run(FunctionPass("trace", Number), 1)
     number = manager.run(Add(2), number)
@@ -42,8 +42,8 @@ def test_dumps_are_numbered_and_stages_timed(tmp_path):
     assert text == "Number(value=3)"
     dumps = {path.name: path.read_text() for path in (tmp_path / "dump").iterdir()}
     assert dumps == {"00-trace.txt": "the number 1\n", "01-add.txt": "the number 3\n"}
-    assert [stage.name for stage in manager.report.stages] == ["trace", "verify", "add", "verify", "emit"]
-    assert all(stage.seconds >= 0 for stage in manager.report.stages)
+    assert [step.name for step in manager.report.steps] == ["trace", "verify", "add", "verify", "emit"]
+    assert all(step.seconds >= 0 for step in manager.report.steps)
 
 
 def test_no_dump_folder_no_files(tmp_path, monkeypatch):
@@ -83,7 +83,7 @@ def test_an_error_in_the_users_part_passes_through():
 
 
 def test_report_adds_up_and_prints():
-    report = CompileReport((Stage("trace", 0.5), Stage("verify", 0.25), Stage("rules", 1.0), Stage("verify", 0.25)))
+    report = CompileReport((Step("trace", 0.5), Step("verify", 0.25), Step("rules", 1.0), Step("verify", 0.25)))
     assert report.total_s == 2.0
     assert report.seconds() == {"trace": 0.5, "verify": 0.5, "rules": 1.0}
     assert str(report) == ("trace      0.500 s\nverify     0.500 s\nrules      1.000 s\ntotal      2.000 s")

@@ -12,6 +12,7 @@ from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.printer import print_graph
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ir.verify import verify
+from shardwright.compiler.pass_manager import CompileReport, FunctionPass, PassManager
 from shardwright.compiler.passes.dims import infer_dims, warn_of_lost_batch
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.lower_stages import lower_stages, verify_pipeline
@@ -21,7 +22,6 @@ from shardwright.compiler.passes.rules import attach_rules
 from shardwright.compiler.passes.schedule import inference_like, schedule_of
 from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.passes.verify_program import verify_program
-from shardwright.compiler.pass_manager import CompileReport, FunctionPass, PassManager
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.check import check_batch, check_names
 from shardwright.compiler.plan.named import split_dim_names

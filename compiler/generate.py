@@ -18,8 +18,8 @@ from shardwright.compiler.ir.serialize import digest
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.locks import directory_lock
 from shardwright.compiler.module_source import ModuleSource, in_dtype
-from shardwright.compiler.passes.fold import fold_constants
 from shardwright.compiler.pass_manager import CompileReport, FunctionPass, PassManager
+from shardwright.compiler.passes.fold import fold_constants
 from shardwright.compiler.trace import trace
 from shardwright.compiler.trace.autocast import no_autocast
 from shardwright.compiler.weights import Tensors, initial_values

@@ -5,7 +5,8 @@
 Cases are the best known settings of Narayanan et al. 2021 ("Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM", table 1) and Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models", table 3):
 GPT in float16 on A100-80GB nodes of eight, tensor by pipeline ranks, and units of them side by side. The search gets the same
-ranks per unit and the same samples, and may choose everything else. Of Megatron's plan all forms are audited, with and without
+ranks per unit and the same samples, and may choose everything else: with ``--sizes`` the size of a microbatch too, and with
+``--zero`` the stage of ZeRO, of which the published plans have none. Of Megatron's plan all forms are audited, with and without
 sequence parallelism, with full, selective (the attention core) and no recomputation, and the best that fits is named.
 Everything is priced, nothing is run. Times are CPU seconds of this process.
 """
@@ -33,7 +34,10 @@ from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.trace.api import trace
-from shardwright.policies.autodist.policy import AutodistOptions, search, settled
+from shardwright.policies.autodist.batches import batches
+from shardwright.policies.autodist.found import Found
+from shardwright.policies.autodist.policy import AutodistOptions, search_variants, settled
+from shardwright.policies.autodist.variants import Variants
 from shardwright.policies.pipelines import PipelineOptions, add_stages
 from shardwright.runtime.config import ComputeConfig
 
@@ -149,12 +153,24 @@ def best_known(case: Case, graph: PlannableGraph, hardware: Hardware) -> tuple[s
     return min(fitting, key=lambda item: item[1].step_s)
 
 
-def compare(case: Case, limit_s: float) -> str:
+def searched(case: Case, graph: PlannableGraph, hardware: Hardware, limit_s: float, *, sizes: bool, zero: bool) -> Found:
+    """What autodist finds, with what it may choose besides."""
+    config = replace(case.config, use_zero="auto") if zero else case.config
+    if not sizes:
+        options = AutodistOptions(num_microbatches=case.num_microbatches, time_limit_s=limit_s)
+        return search_variants(Variants.of({None: graph}, config, None), options, hardware)
+    wanted = batches(config, case.batch, None, {"tokens": 1, "labels": 1})
+    graphs = {batch: graph_of(replace(case, microbatch=batch.samples)) for batch in wanted}
+    options = AutodistOptions(global_batch=case.batch, time_limit_s=limit_s)
+    return search_variants(Variants.of(graphs, config, None), options, hardware)
+
+
+def compare(case: Case, limit_s: float, *, sizes: bool, zero: bool) -> str:
     """A row of the table."""
     graph, hardware = graph_of(case), load_hardware("a100-80gb", case.gpus)
     title, known = best_known(case, graph, hardware)
     began = time.process_time()
-    found = search(graph, case.config, AutodistOptions(num_microbatches=case.num_microbatches, time_limit_s=limit_s), hardware)
+    found = searched(case, graph, hardware, limit_s, sizes=sizes, zero=zero)
     certificate = settled(found, case.config, hardware).certificate
     assert certificate is not None and found.best is not None and found.best.cost is not None
     sizes = [f"{case.unit_ranks} x {case.gpus // case.unit_ranks}", f"tp={case.tensor_ranks} pp={case.pipeline_ranks}, {title}"]
@@ -167,13 +183,15 @@ def compare(case: Case, limit_s: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help="by name (default: all)")
+    parser.add_argument("--sizes", action="store_true", help="the search chooses the size of a microbatch")
+    parser.add_argument("--zero", action="store_true", help="the search chooses the stage of ZeRO")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for each search")
     args = parser.parse_args()
     print("| model | ranks x units | Megatron's plan | s | GB | autodist's plan | s | GB | | gap | CPU s | |")
     print("|---" * 12 + "|")
     for case in CASES:
         if not args.cases or case.name in args.cases:
-            print(compare(case, args.limit), flush=True)
+            print(compare(case, args.limit, sizes=args.sizes, zero=args.zero), flush=True)
 
 
 if __name__ == "__main__":

@@ -36,9 +36,8 @@ def initial_values(graph: IRGraph, module: nn.Module) -> tuple[Tensors, Tensors]
     for value in (*graph.parameters, *graph.buffers):
         assert value.fqn is not None
         (weights if value.persistent else constants)[value.fqn] = (own[value.fqn], value.dtype)
-    for body in (graph, graph.eval_graph):
-        if body is not None:
-            constants |= {value.name: (tensor, value.dtype) for value, tensor in body.constants}
+    for body in graph.bodies:
+        constants |= {value.name: (tensor, value.dtype) for value, tensor in body.constants}
     return _sources(weights), _sources(constants)
 
 

@@ -6,7 +6,7 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.ops.strategy import has_factor
-from shardwright.compiler.plan.builder import PlanBuilder, bodies, classes_in
+from shardwright.compiler.plan.builder import PlanBuilder, classes_in
 from shardwright.policies.choice import PRODUCTS
 from shardwright.policies.labels import label
 
@@ -14,7 +14,7 @@ from shardwright.policies.labels import label
 def split_dims(builder: PlanBuilder, axis: str, classes: set[int]) -> None:
     """Add the strategies of every operator along ``axis`` to the builder, the evaluation body included."""
     num_pieces = builder.mesh.axis_size(axis)
-    for graph in bodies(builder.graph):
+    for graph in builder.graph.bodies:
         own_classes = classes_in(graph, builder.graph, classes)
         splits = {}
         for op in graph.ops:

@@ -11,7 +11,7 @@ import torch
 
 from shardwright.compiler.ir.dims import ModelDims
 from shardwright.compiler.ir.op import Arg, IROp
-from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.ir.value import IRValue
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,11 @@ class IRGraph:
     dims: ModelDims | None = None  # filled by the dims pass
 
     @property
+    def bodies(self) -> tuple[IRGraph, ...]:
+        """The graph of training, and that of evaluation where it is another one."""
+        return (self,) if self.eval_graph is None else (self, self.eval_graph)
+
+    @property
     def outputs(self) -> tuple[IRValue, ...]:
         """The tensor leaves of the result, in order; a value returned twice appears twice."""
         return tuple(value for _, value in self.output.leaves() if isinstance(value, IRValue))
@@ -110,7 +115,7 @@ class IRGraph:
         return replace(self, ops=ops)
 
     def live(self) -> IRGraph:
-        """Without operators whose results nobody reads, and without sources nobody reads (inputs stay)."""
+        """Without operators whose results nobody reads, and constants that nobody reads."""
         needed = {value.name for value in self.outputs} | {after.name for _, after in self.buffer_updates}
         kept: list[IROp] = []
         for op in reversed(self.ops):
@@ -127,6 +132,3 @@ class IRGraph:
         """Symbol name to the input and dim that give its size."""
         by_name = {value.name: value for value in self.inputs}
         return {d.symbol: (by_name[d.input], d.dim) for d in reversed(self.dynamic_dims)}
-
-
-__all__ = ["DynamicDim", "IRGraph", "Tree", "ValueKind"]

@@ -33,8 +33,8 @@ MAX_COMPUTED_BYTES = 2**26
 
 def fold_constants(graph: IRGraph) -> IRGraph:
     """``graph``, and its body for evaluation, with the results of folded operators as constants."""
-    taken = {value.name for body in (graph, graph.eval_graph) if body for value in body.sources}
-    taken |= {result.name for body in (graph, graph.eval_graph) if body for op in body.ops for result in op.results}
+    taken = {value.name for body in graph.bodies for value in body.sources}
+    taken |= {result.name for body in graph.bodies for op in body.ops for result in op.results}
     taken |= {(value.fqn or "").partition(".")[0] for value in graph.sources}
     folded = _folded(graph, taken)
     return replace(folded, eval_graph=_folded(graph.eval_graph, taken)) if graph.eval_graph else folded

@@ -50,11 +50,6 @@ class PlannableGraph(IRGraph):
         return PlanBuilder(self, mesh)
 
 
-def bodies(graph: IRGraph) -> tuple[IRGraph, ...]:
-    """The training body, and that of evaluation where there is one."""
-    return (graph,) if graph.eval_graph is None else (graph, graph.eval_graph)
-
-
 def classes_in(body: IRGraph, graph: IRGraph, indices: set[int]) -> set[int]:
     """The dim classes of ``body`` that are the classes ``indices`` of ``graph``: those that inputs and weights have in the
     same places.
@@ -110,7 +105,7 @@ class PlanBuilder:
 
     def _dim_name(self, op: IROp, factor: str) -> str | None:
         """The name of the dim class of a factor."""
-        for body in bodies(self.graph):
+        for body in self.graph.bodies:
             found = body.dims.of_factor(op.name, factor) if body.dims is not None else None
             if found is not None:
                 return found.name
@@ -124,7 +119,7 @@ class PlanBuilder:
         """Split a dim of the model, by name or class, in every operator that has it and may split it."""
         self._check_axis(axis)
         found = False
-        for body in bodies(self.graph):
+        for body in self.graph.bodies:
             dims = body.dims
             assert dims is not None
             indices = {c.index for c in dims.named(dim)} if isinstance(dim, str) else classes_in(body, self.graph, {dim.index})
@@ -134,7 +129,7 @@ class PlanBuilder:
                     factors = [factor for (name, factor), index in dims.factors.items() if name == op.name and index in indices]
                     self._split_op(op, factors, axis)
         if not found:
-            names = {c.name for body in bodies(self.graph) if body.dims for c in body.dims.classes}
+            names = {c.name for body in self.graph.bodies if body.dims for c in body.dims.classes}
             raise PlanError(f"the model has no dim {str(dim)!r}", hint=suggestion(str(dim), sorted(names)))
         return self
 

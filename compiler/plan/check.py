@@ -98,7 +98,7 @@ def check_layout(name: str, layout: Layout, value: IRValue, mesh: Mesh) -> None:
 
 def ops_of(graph: IRGraph) -> dict[str, IROp]:
     """The operators by name, those of the evaluation body included."""
-    return {op.name: op for body in (graph, graph.eval_graph) if body is not None for op in body.ops}
+    return {op.name: op for body in graph.bodies for op in body.ops}
 
 
 def input_paths(graph: IRGraph) -> dict[str, IRValue]:
@@ -109,8 +109,7 @@ def input_paths(graph: IRGraph) -> dict[str, IRValue]:
 
 def output_paths(graph: IRGraph) -> tuple[str, ...]:
     """The paths of the tensors that the module returns; a lone tensor has the path ``""``."""
-    bodies = [graph, *([graph.eval_graph] if graph.eval_graph is not None else [])]
-    return tuple({path: None for body in bodies for path, value in body.output.leaves() if isinstance(value, IRValue)})
+    return tuple({path: None for body in graph.bodies for path, value in body.output.leaves() if isinstance(value, IRValue)})
 
 
 def _check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:

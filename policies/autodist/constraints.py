@@ -12,7 +12,6 @@ from shardwright.compiler.ir.dims import ModelDims
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.strategy import allowed, split_factor, strategies
-from shardwright.compiler.plan.builder import bodies
 from shardwright.compiler.plan.check import check_layout, suggestion
 from shardwright.policies.autodist.strategies import Allowed
 from shardwright.runtime.errors import PlanError, did_you_mean
@@ -47,7 +46,7 @@ def allowed_strategies(graph: IRGraph, constraints: Constraints, mesh: Mesh) -> 
     """
     _check(graph, constraints, mesh)
     found: dict[str, Allowed] = {}
-    for body in bodies(graph):
+    for body in graph.bodies:
         assert body.dims is not None
         for op in body.ops:
             only = _of_op(op, body.dims, constraints, mesh)
@@ -115,14 +114,14 @@ def _no_such_strategy(op: IROp, wish: str, axis: str, dims: ModelDims) -> PlanEr
 
 def _check(graph: IRGraph, constraints: Constraints, mesh: Mesh) -> None:
     """Refuse names that nothing has."""
-    every = [op for body in bodies(graph) for op in body.ops]
+    every = [op for body in graph.bodies for op in body.ops]
     names = {op.name for op in every} | {path for op in every for path in _paths(op.module_path)}
     for name, wishes in constraints.pin.items():
         if name not in names:
             raise PlanError(f"the model has no operator or module {name!r} to pin", hint=suggestion(name, names))
         for axis in wishes:
             _check_axis(axis, mesh)
-    dims = {c.name for body in bodies(graph) if body.dims for c in body.dims.classes}
+    dims = {c.name for body in graph.bodies if body.dims for c in body.dims.classes}
     for dim, axes in constraints.forbid.items():
         if dim not in dims:
             raise PlanError(f"the model has no dim {dim!r} to forbid", hint=suggestion(dim, sorted(dims)))

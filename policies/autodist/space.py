@@ -46,8 +46,8 @@ class Space:
 
     ``num_positions``: pipeline positions; 1 is no pipeline. ``meshes``: of the ranks of one position, by their number.
     ``recompute``: module paths computed again, whatever the memory; ``None``: layers, as few as memory asks for. ``audits``:
-    how many candidates are audited at once; ``near``: only those predicted to take that many times what the best takes, or less;
-    ``worth_s``: none that is predicted to take longer.
+    how many candidates are audited at once; ``near``: only those predicted to take that many times what the best takes, or
+    less; ``worth_s``: none that is predicted to take longer.
     """
 
     meshes: Mapping[int, Sequence[Mesh]]

@@ -114,11 +114,12 @@ def transfer_seconds(program: PipelineProgram, hardware: Hardware) -> dict[tuple
     for crossing in program.crossings:
         for pair, reverse in (((crossing.source, crossing.target), False), ((crossing.target, crossing.source), True)):
             if not reverse or crossing.value.requires_grad:
-                found[pair] = found.get(pair, 0.0) + _crossing_s(crossing, hardware, reverse=reverse)
+                found[pair] = found.get(pair, 0.0) + crossing_s(crossing, hardware, reverse=reverse)
     return found
 
 
-def _crossing_s(crossing: Crossing, hardware: Hardware, *, reverse: bool) -> float:
+def crossing_s(crossing: Crossing, hardware: Hardware, *, reverse: bool) -> float:
+    """Until the slowest rank has all of a value, one piece received after the other; with ``reverse`` of its gradient."""
     source, target = (crossing.received, crossing.sent) if reverse else (crossing.sent, crossing.received)
     received: dict[int, float] = {}
     for (sender, receiver), boxes in pieces(source, target).items():

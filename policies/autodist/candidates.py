@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from shardwright.compiler.plan.plan import Plan, StagePlan
 from shardwright.compiler.schedule.generate import SCHEDULES, generate
 from shardwright.runtime.errors import PlanError
@@ -35,6 +37,14 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
+def stage_sizes(num_ranks: int) -> list[int]:
+    """On how many ranks a stage may be that need not be like the others: any number up to 8 ranks; of more, divisors and powers
+    of two, from a sixteenth of them.
+    """
+    sizes = range(1, num_ranks)
+    return [n for n in sizes if num_ranks <= 8 or (16 * n >= num_ranks and (num_ranks % n == 0 or n & (n - 1) == 0))]
+
+
 @dataclass(frozen=True)
 class Pace:
     """A schedule by name with the stages that each position runs."""
@@ -60,18 +70,32 @@ def paces(num_positions: int, num_microbatches: int, schedules: Sequence[str], c
     return found
 
 
-def staged(whole: Plan, starts: Sequence[str], num_positions: int, pace: Pace, num_microbatches: int) -> Plan:
-    """A plan of the whole model on the mesh of a stage, dealt out over pipeline positions on a ``pp`` axis, outermost.
+def with_pp(inner: Mesh, num_positions: int, place: int = 0) -> Mesh:
+    """The mesh with a ``pp`` axis before its axis number ``place``."""
+    return Mesh((*inner.axes[:place], ("pp", num_positions), *inner.axes[place:]))
+
+
+def position_ranks(inner: Mesh, num_positions: int, place: int = 0) -> list[tuple[int, ...]]:
+    """The ranks of every pipeline position, in the order of its mesh ``inner``."""
+    grid = np.arange(num_positions * inner.size).reshape([size for _, size in with_pp(inner, num_positions, place).axes])
+    return [tuple(row) for row in np.moveaxis(grid, place, 0).reshape(num_positions, -1).tolist()]
+
+
+def staged(
+    whole: Plan, starts: Sequence[str], num_positions: int, pace: Pace, num_microbatches: int, pp_place: int = 0
+) -> Plan:
+    """A plan of the whole model on the mesh of a stage, dealt out over pipeline positions on a ``pp`` axis, which stands before
+    axis number ``pp_place`` of the mesh.
 
     ``starts``: the first operators of stages 1, 2, ...
     """
     schedule = generate(pace.schedule, num_positions, num_microbatches, pace.chunks)
     inner = whole.mesh
-    ranks = [tuple(range(position * inner.size, (position + 1) * inner.size)) for position in range(num_positions)]
+    ranks = position_ranks(inner, num_positions, pp_place)
     stages = tuple(StagePlan(first, inner, ranks[schedule.placement[index]]) for index, first in enumerate(["", *starts]))
     return replace(
         whole,
-        mesh=Mesh((("pp", num_positions), *inner.axes)),
+        mesh=with_pp(inner, num_positions, pp_place),
         stages=stages,
         schedule=pace.schedule,
         num_microbatches=num_microbatches,

@@ -8,17 +8,23 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from shardwright.compiler.plan.builder import PlannableGraph
-from shardwright.compiler.plan.program import Program
 from shardwright.compiler.schedule.generate import SCHEDULES, generate
 from shardwright.compiler.schedule.memory import peak_in_flight
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
-from shardwright.policies.autodist.blocks import Costs, Setting, block_costs, operator_times
-from shardwright.policies.autodist.candidates import Pace, staged
+from shardwright.policies.autodist.blocks import Costs, block_costs, operator_times
+from shardwright.policies.autodist.candidates import Pace, position_ranks, staged
 from shardwright.policies.autodist.chain import Part, block_starts, layer_blocks, layer_list, layer_parts
 from shardwright.policies.autodist.found import Attempt, Candidate
+from shardwright.policies.autodist.joining import joined
+from shardwright.policies.autodist.menu import Block, Menu
+from shardwright.policies.autodist.messages import Messages, RanksOf
 from shardwright.policies.autodist.space import Space
-from shardwright.policies.autodist.stages import Block, InFlight, NoFit, Split, split_stages
-from shardwright.policies.autodist.words import again_in_words
+from shardwright.policies.autodist.stages import InFlight, NoFit, NoGain, Split, may_take_less, split_stages
+from shardwright.policies.autodist.walk import Walk
+from shardwright.policies.autodist.words import again_in_words, paced_title, stages_title
+
+Chain = tuple[list[int], Mapping[int, str]]
+"""Where blocks begin, and the module paths of those that are layers that may be computed again."""
 
 
 class Cutter:
@@ -26,77 +32,150 @@ class Cutter:
 
     def __init__(self, graph: PlannableGraph, space: Space) -> None:
         self.graph, self.space = graph, space
+        self._costs: dict[tuple[Walk, tuple[int, ...], bool], Costs] = {}
 
-    def cut(self, attempt: Attempt, memory_bytes: float) -> Candidate | NoFit:
+    def cut(self, attempt: Attempt, memory_bytes: float) -> Candidate | NoFit | NoGain:
         """The best stages for the schedule of an attempt that take no more than ``memory_bytes`` by the model of stages."""
-        pace, program = attempt.pace, attempt.program
         best: Candidate | None = None
-        needed = float("inf")
-        for starts, layers in self._chains(program, attempt.setting, attempt.num_positions * pace.chunks):
-            costs = self._costs(program, starts, layers, attempt.setting)
-            split = self._split(costs.free(), attempt.num_positions, pace, attempt.placed.plan.mesh.size, memory_bytes)
+        needed, bound = float("inf"), float("inf")
+        for starts, layers in self._chains(attempt.offers[0].walk, attempt.num_positions * attempt.pace.chunks):
+            costs = [self._costs_of(offer.walk, starts, layers) for offer in attempt.offers]
+            messages = Messages(
+                [offer.walk for offer in attempt.offers],
+                starts,
+                _ranks_of(attempt, self.space.num_microbatches),
+                only_like_home=len(costs) > 1,
+            )
+            split = self._split(attempt, costs, messages, memory_bytes)
             if isinstance(split, NoFit):
                 needed = min(needed, split.needed_bytes)
-                continue
-            candidate = self._candidate(attempt, split, starts, layers, costs)
-            if best is None or candidate.predicted_s < best.predicted_s:
-                best = candidate
-        return NoFit(needed * pace.chunks) if best is None else best
+            elif isinstance(split, NoGain):
+                bound = min(bound, split.bound_s)
+            else:
+                candidate = self._candidate(attempt, split, starts, layers, costs, messages)
+                if best is None or candidate.predicted_s < best.predicted_s:
+                    best = candidate
+        if best is not None:
+            return replace(best, split_bound_s=min(bound, best.split_bound_s))
+        return NoGain(bound) if bound < float("inf") else NoFit(needed * attempt.pace.chunks)
 
-    def _chains(self, program: Program, setting: Setting, num_stages: int) -> Sequence[tuple[list[int], Mapping[int, str]]]:
+    def could_help(self, attempt: Attempt, sizes: Sequence[int]) -> bool:
+        """Whether an attempt could come below its ``below_s`` with placements on ``sizes`` ranks beside those offered, if more
+        ranks never take less time in all than the offers do.
+        """
+        pace, count = attempt.pace, self.space.num_microbatches
+        for starts, layers in self._chains(attempt.offers[0].walk, attempt.num_positions):
+            menus = self._menus(attempt, [self._costs_of(offer.walk, starts, layers) for offer in attempt.offers])
+            if may_take_less(
+                [*menus, *(_as_good_as(menus, size) for size in sizes)],
+                attempt.offers[0].walk.setting.config.plan_ngpus,
+                attempt.num_positions,
+                count,
+                attempt.below_s,
+                splits_backward=SCHEDULES[pace.schedule].splits_backward,
+            ):
+                return True
+        return False
+
+    def _menus(self, attempt: Attempt, costs: Sequence[Costs]) -> list[Menu]:
+        return [Menu(offer.walk.mesh.size, found.free()) for offer, found in zip(attempt.offers, costs, strict=True)]
+
+    def _chains(self, walk: Walk, num_stages: int) -> Sequence[Chain]:
         """The ways to see the model as blocks: finely, where nothing is computed again, and by layers, which may be."""
         if self.space.stage_starts is not None:
             position = {op.name: index for index, op in enumerate(self.graph.ops)}
             return [([0, *(position[name] for name in self.space.stage_starts)], {})]
         by_layer, layers = layer_blocks(self.graph)
-        found: list[tuple[list[int], Mapping[int, str]]] = []
+        found: list[Chain] = []
         if self.space.recompute is None or not self.space.recompute:
-            times = operator_times(program, setting)
+            times = operator_times(walk)
             found.append((block_starts(self.graph, [times[op.name] for op in self.graph.ops], num_stages), {}))
         if layers and len(by_layer) >= num_stages:
             found.append((by_layer, layers))
         return found
 
-    def _costs(self, program: Program, starts: Sequence[int], layers: Mapping[int, str], setting: Setting) -> Costs:
+    def _costs_of(self, walk: Walk, starts: Sequence[int], layers: Mapping[int, str]) -> Costs:
         """The costs of the blocks; what the user wants computed again is, in all of them."""
         wishes = self.space.recompute
 
         def wished(part: Part) -> bool:
             return any(_matches(part.path, wish) for wish in wishes or ())
 
-        parts = layer_parts(self.graph, starts, layers)
-        return block_costs(program, starts, parts, setting, None if wishes is None else wished)
+        key = walk, tuple(starts), bool(layers)
+        if key not in self._costs:
+            parts = layer_parts(self.graph, starts, layers)
+            self._costs[key] = block_costs(walk, starts, parts, None if wishes is None else wished)
+        return self._costs[key]
 
-    def _split(self, blocks: Sequence[Block], num_positions: int, pace: Pace, size: int, memory_bytes: float) -> Split | NoFit:
+    def _split(
+        self, attempt: Attempt, costs: Sequence[Costs], messages: Messages, memory_bytes: float
+    ) -> Split | NoFit | NoGain:
         """The best stages. Several stages on one position share its memory evenly."""
-        num_stages = num_positions * pace.chunks
+        pace, num_stages = attempt.pace, attempt.num_positions * attempt.pace.chunks
         count = self.space.num_microbatches
+        first = attempt.offers[0].walk
         return split_stages(
-            {size: blocks},
-            num_stages * size,
+            self._menus(attempt, costs),
+            num_stages * first.mesh.size if len(costs) == 1 else first.setting.config.plan_ngpus,
             num_stages,
             count,
             memory_bytes=memory_bytes / pace.chunks,
-            in_flight=_in_flight(num_positions, pace, count),
+            in_flight=_in_flight(attempt.num_positions, pace, count),
             splits_backward=pace.schedule != "" and SCHEDULES[pace.schedule].splits_backward,
+            between=messages,
+            below_s=attempt.below_s,
         )
 
     def _candidate(
-        self, attempt: Attempt, split: Split, starts: Sequence[int], layers: Mapping[int, str], costs: Costs
+        self,
+        attempt: Attempt,
+        split: Split,
+        starts: Sequence[int],
+        layers: Mapping[int, str],
+        costs: Sequence[Costs],
+        messages: Messages,
     ) -> Candidate:
         count, pace = self.space.num_microbatches, attempt.pace
-        chosen = [costs.ways[block][way] for stage in split.stages for block, way in stage.recomputed]
+        chosen = [costs[stage.menu].ways[block][way] for stage in split.stages for block, way in stage.recomputed]
         recompute = self.space.recompute
         if recompute is None:
             recompute = _shortened([part for way in chosen for part in way.parts], layers)
-        plan = replace(attempt.placed.plan, recompute=tuple(recompute))
-        if attempt.num_positions > 1:
-            first_ops = [self.graph.ops[starts[stage.start]].name for stage in split.stages[1:]]
-            plan = staged(plan, first_ops, attempt.num_positions, pace, count)
-        predicted = _predicted_s(split, costs.free(), attempt.num_positions, pace, count)
-        title = attempt.title + again_in_words([way.parts for way in chosen], layers)
+        first_ops = [self.graph.ops[starts[stage.start]].name for stage in split.stages[1:]]
+        placed = tuple(attempt.offers[stage.menu].placed for stage in split.stages)
+        plan, title = placed[0].plan, attempt.title
+        if len(attempt.offers) > 1:
+            plan = joined(self.graph, [found.plan for found in placed], first_ops, pace.schedule, count)
+            title = paced_title(stages_title([found.plan.mesh for found in placed]), pace)
+        elif attempt.num_positions > 1:
+            placed = placed[:1]
+            plan = staged(plan, first_ops, attempt.num_positions, pace, count, attempt.pp_place)
+        title += again_in_words([way.parts for way in chosen], layers)
+        predicted = _predicted_s(split, [found.free() for found in costs], attempt, messages, count)
         used = split.used_bytes * pace.chunks
-        return Candidate(title, plan, predicted, attempt.placed, split.bound_s, used_bytes=used, attempt=attempt)
+        plan = replace(plan, recompute=tuple(recompute))
+        return Candidate(title, plan, predicted, placed, split.bound_s, used_bytes=used, attempt=attempt)
+
+
+def _as_good_as(menus: Sequence[Menu], num_devices: int) -> Menu:
+    """A menu of as many seconds times devices, block by block, as the best of some."""
+
+    def least(blocks: Sequence[Block]) -> Block:
+        scales = [menu.num_devices / num_devices for menu in menus]
+        both = list(zip(blocks, scales, strict=True))
+        return Block(*(min(getattr(b, name) * s for b, s in both) for name in ("forward_s", "backward_s", "once_s")))
+
+    return Menu(num_devices, [least(found) for found in zip(*(menu.blocks for menu in menus), strict=True)])
+
+
+def _ranks_of(attempt: Attempt, num_microbatches: int) -> RanksOf:
+    """Where stages lie: side by side, or at the position of the mesh that the schedule gives them to."""
+    sizes = [offer.placed.plan.mesh.size for offer in attempt.offers]
+    if len(sizes) > 1 or attempt.num_positions == 1:
+        return lambda menu, device: tuple(range(device, device + sizes[menu]))
+    pace = attempt.pace
+    positions = position_ranks(attempt.offers[0].placed.plan.mesh, attempt.num_positions, attempt.pp_place)
+    placement = generate(pace.schedule, attempt.num_positions, num_microbatches, pace.chunks).placement
+    return lambda menu, device: positions[placement[device // sizes[0]]]
 
 
 def _in_flight(num_positions: int, pace: Pace, num_microbatches: int) -> InFlight:
@@ -108,22 +187,34 @@ def _in_flight(num_positions: int, pace: Pace, num_microbatches: int) -> InFligh
     return lambda place: peaks[schedule.placement[schedule.num_stages - place]]
 
 
-def _predicted_s(split: Split, blocks: Sequence[Block], num_positions: int, pace: Pace, num_microbatches: int) -> float:
-    """The time of a step: the formula of the split for schedules it is exact for, a simulation for the others."""
+def _predicted_s(
+    split: Split, blocks: Sequence[Sequence[Block]], attempt: Attempt, messages: Messages, num_microbatches: int
+) -> float:
+    """The time of a step: the formula of the split for schedules it is exact for, a simulation for the others.
+
+    ``blocks``: by offer.
+    """
+    pace = attempt.pace
     if pace.schedule in ("", "1f1b", "gpipe") and pace.chunks == 1:
         return split.cost_s
-    times, once = [], [0.0] * num_positions
-    schedule = generate(pace.schedule, num_positions, num_microbatches, pace.chunks)
-    for index, stage in enumerate(split.stages):
-        own = blocks[stage.start : stage.stop]
-        forward = sum(block.forward_s for block in own)
-        backward = sum(block.backward_s for block in own) + sum(blocks[i].again[way].time_s for i, way in stage.recomputed)
-        times.append(StageTimes(forward, backward / 2, backward / 2))
-        once[schedule.placement[index]] += sum(block.once_s for block in own)
+    schedule = generate(pace.schedule, attempt.num_positions, num_microbatches, pace.chunks)
+    forwards, backwards, once = [], [], [0.0] * attempt.num_positions
     transfers: dict[tuple[int, int], float] = {}
-    for index, stage in enumerate(split.stages[1:], start=1):
-        one_way = blocks[stage.start].transfer_s / 2
-        transfers |= {(index - 1, index): one_way, (index, index - 1): one_way}
+    device = 0
+    for index, stage in enumerate(split.stages):
+        own = blocks[stage.menu][stage.start : stage.stop]
+        again = sum(blocks[stage.menu][block].again[way].time_s for block, way in stage.recomputed)
+        forwards.append(sum(block.forward_s for block in own))
+        backwards.append(sum(block.backward_s for block in own) + again)
+        once[schedule.placement[index]] += sum(block.once_s for block in own)
+        if index:
+            boundary = messages.boundary(split.stages[index - 1].menu, stage.menu, device)
+            span = stage.start, stage.stop
+            forwards[-2] += float(boundary.sent_s[span])
+            backwards[-1] += float(boundary.taken_s[span])
+            transfers |= {(index - 1, index): float(boundary.there_s[span]), (index, index - 1): float(boundary.back_s[span])}
+        device += stage.num_devices
+    times = [StageTimes(forward, back / 2, back / 2) for forward, back in zip(forwards, backwards, strict=True)]
     return simulate(schedule, times, transfers).makespan_s + max(once)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from shardwright.compiler.cost.hardware import Hardware, Link, Tier
 from shardwright.compiler.cost.operator_file import load_times
+from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.check import ops_of, suggestion
 from shardwright.compiler.plan.plan import Plan
@@ -48,14 +49,15 @@ class Request:
     def positions(self) -> int:
         return len({stage.ranks for stage in self.best.plan.stages}) or 1
 
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh of one pipeline position."""
-        return self.best.placed.plan.mesh
+    def mesh(self, op: str = "") -> Mesh:
+        """The mesh of the stage that an operator is in, or of the first one: where stages are alike, of all."""
+        plan, placed = self.best.plan, self.best.placed
+        stage = stage_of_ops(self.graph, plan)[op] if op and len(placed) > 1 else 0
+        return placed[stage].plan.mesh
 
-    def wish(self) -> Wish:
-        """The placement behind the best plan, for speed alone."""
-        return Wish(self.mesh, self.options.num_microbatches or self.options.update_freq or 1)
+    def wish(self, op: str = "") -> Wish:
+        """The placement behind the best plan, of the stage of an operator, for speed alone."""
+        return Wish(self.mesh(op), self.options.num_microbatches or self.options.update_freq or 1)
 
 
 def explain_operator(request: Request, name: str) -> list[Choice]:
@@ -68,7 +70,7 @@ def explain_operator(request: Request, name: str) -> list[Choice]:
     if name not in ops:
         raise PlanError(f"the model has no operator {name!r}", hint=suggestion(name, ops))
     placer = _placer(request)
-    found = place(placer.request(request.wish()))
+    found = place(placer.request(request.wish(name)))
     assert not isinstance(found, Infeasible), "the plan itself is a placement"
     chosen = in_words(found.plan.strategies.get(name, {}))
     return [Choice(words, seconds, words == chosen) for words, seconds in alternatives(found, name).items()]
@@ -88,12 +90,13 @@ def explain_module(request: Request, path: str) -> list[Choice]:
     assert graph.dims is not None
     names = {op.name for op in own}
     dims = {graph.dims.classes[index].name for (name, _), index in graph.dims.factors.items() if name in names}
-    free = _placement_s(request, {})
+    first = own[0].name
+    free = _placement_s(request, {}, first)
     found = [Choice("as planned", free, chosen=True)]
-    for axis in request.mesh.names:
+    for axis in request.mesh(first).names:
         for wish in (*sorted(dims), "R"):
             words = f"{axis} not used" if wish == "R" else f"{axis} splits {wish}"
-            found.append(Choice(words, _placement_s(request, {path: {axis: wish}})))
+            found.append(Choice(words, _placement_s(request, {path: {axis: wish}}, first)))
     return sorted(found, key=lambda choice: (choice.step_s, not choice.chosen))
 
 
@@ -170,11 +173,13 @@ def side_by_side(left: Candidate, right: Candidate) -> list[tuple[str, float, fl
     return rows + [(name, a, b) for name, (a, b) in ordered if a or b]
 
 
-def _placement_s(request: Request, pin: Mapping[str, Mapping[str, str]]) -> float:
-    """Seconds per step of the best placement with some of it pinned; infinite where a pin leaves nothing."""
+def _placement_s(request: Request, pin: Mapping[str, Mapping[str, str]], op: str) -> float:
+    """Seconds per step of the best placement with some of it pinned, on the mesh of the stage of an operator; infinite where a
+    pin leaves nothing.
+    """
     placer = _placer(replace(request, options=replace(request.options, pin={**request.options.pin, **pin})))
     try:
-        found = place(placer.request(request.wish()))
+        found = place(placer.request(request.wish(op)))
     except PlanError:
         return float("inf")  # the module cannot follow the pin: that is what the row says
     return float("inf") if isinstance(found, Infeasible) else found.cost_s
@@ -187,7 +192,9 @@ def _placer(request: Request) -> Placer:
 def _same_shape(request: Request) -> AutodistOptions:
     """Options that leave the search the mesh, the positions and the schedule of the plan."""
     plan: Plan = request.best.plan
-    options = replace(request.options, mesh=dict(request.mesh.axes), num_stages=request.positions)
+    if len(request.best.placed) > 1:
+        return replace(request.options, num_stages=request.positions, schedule=plan.schedule, chunks=1)
+    options = replace(request.options, mesh=dict(request.mesh().axes), num_stages=request.positions)
     if not plan.stages:
         return replace(options, num_stages=None, num_microbatches=None, update_freq=request.wish().num_microbatches)
     return replace(options, schedule=plan.schedule, chunks=len(plan.stages) // request.positions)

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 
 from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.plan.program import Program
-from shardwright.policies.autodist.blocks import Setting
 from shardwright.policies.autodist.candidates import Pace
 from shardwright.policies.autodist.space import Placed, Wish
+from shardwright.policies.autodist.walk import Walk
 from shardwright.runtime.layout import Mesh
 
 
@@ -29,39 +28,60 @@ class Opening:
 
 
 @dataclass(frozen=True)
+class Offer:
+    """A placement that stages may have, lowered on the ranks that a position with it lies on."""
+
+    placed: Placed
+    walk: Walk
+
+
+@dataclass(frozen=True)
 class Attempt:
-    """What a candidate was made of: a placement lowered on the mesh of one position, to be cut into stages for a schedule."""
+    """What a candidate was made of: placements to choose from for every stage, to be cut into stages for a schedule.
+
+    ``pp_place``: with one offer, where the pipeline axis stands among the axes of its mesh, from 0, the outermost. With
+    several, stages lie side by side, each on as many ranks as its placement takes. ``below_s``: what takes longer is of no
+    interest.
+    """
 
     title: str
-    placed: Placed
-    program: Program
-    setting: Setting
+    offers: tuple[Offer, ...]
     num_positions: int
     pace: Pace
+    pp_place: int = 0
+    below_s: float = float("inf")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan and what it costs. ``predicted_s``: by the model of stages; ``cost``: audited. ``used_bytes``: of the fullest
-    rank, by that model.
+    """A plan and what it costs. ``placed``: of its stages, by position of the first; without a pipeline of the model.
+    ``predicted_s``: by the model of stages; ``cost``: audited. ``used_bytes``: of the fullest rank, by that model.
     """
 
     title: str
     plan: Plan
     predicted_s: float
-    placed: Placed
+    placed: tuple[Placed, ...]
     split_bound_s: float = 0.0
     cost: PlanCost | None = None
     used_bytes: float = 0.0
     attempt: Attempt | None = field(default=None, repr=False, compare=False)
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether stages could choose between several placements."""
+        return self.attempt is not None and len(self.attempt.offers) > 1
+
+    @property
     def bound_s(self) -> float:
-        """Of a pipeline on these meshes: the share of a position in the work of any placement, and what no split of this
-        placement into stages can avoid.
+        """Of a pipeline on equal meshes: the share of a position in the work of any placement, and what no split of this
+        placement into stages can avoid. Of another: what no split can avoid whose stages have the placements offered.
         """
-        positions = dict(self.plan.mesh.axes).get("pp", 1) if self.plan.stages else 1
-        return max(self.placed.bound_s / positions, self.split_bound_s if self.plan.stages else 0.0)
+        if not self.plan.stages:
+            return self.placed[0].bound_s
+        if self.is_mixed:
+            return self.split_bound_s
+        return max(self.placed[0].bound_s / dict(self.plan.mesh.axes)["pp"], self.split_bound_s)
 
     @property
     def step_s(self) -> float:
@@ -75,12 +95,14 @@ INTERRUPT = "Ctrl-C"
 @dataclass
 class Found:
     """What a search has found so far. ``audited``: candidates that were lowered, best first; ``others``: predicted only;
-    ``refused``: what was tried and why it is no candidate. ``searched``: what searches this is of, where there were several.
+    ``refused``: what was tried and why it is no candidate. ``bounds``: what was tried and is no better than others, with
+    the seconds that none of it is below. ``searched``: what searches this is of, where there were several.
     """
 
     audited: list[Candidate] = field(default_factory=list)
     others: list[Candidate] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
+    bounds: dict[str, float] = field(default_factory=dict)
     interrupted: str | None = None
     seconds: float = 0.0
     searched: str = ""
@@ -90,6 +112,12 @@ class Found:
         return self.audited[0] if self.audited else None
 
     @property
+    def tried_mixed(self) -> bool:
+        """Whether stages that differ were searched, and so are among what the bound is of."""
+        return bool(self.bounds) or any(candidate.is_mixed for candidate in (*self.audited, *self.others))
+
+    @property
     def bound_s(self) -> float:
         """No plan of the space takes less, as far as placements have been bounded."""
-        return min((c.bound_s for c in (*self.audited, *self.others)), default=float("inf"))
+        bounds = [candidate.bound_s for candidate in (*self.audited, *self.others)]
+        return min([*bounds, *self.bounds.values()], default=float("inf"))

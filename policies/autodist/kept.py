@@ -43,10 +43,6 @@ class Kept:
         roots = (root for root in self._of(start, stop) if self._keepers.get(root, [-1])[0] in range(start, stop))
         return sum(self._bytes[root] for root in roots) + self._inside(start, stop)
 
-    def entering(self, start: int, stop: int) -> int:
-        """Bytes of what a range reads and something before it makes."""
-        return sum(self._bytes[root] for root in self._of(start, stop) if self._made.get(root, start) < start)
-
     def saved(self, start: int, stop: int) -> int:
         """Bytes that computing a range again saves: what only the range keeps of what it makes, less what it reads and nothing
         keeps so far.

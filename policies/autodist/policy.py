@@ -17,7 +17,7 @@ from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.compiler.plan.plan import Certificate, Plan
 from shardwright.compiler.schedule.generate import SCHEDULES
 from shardwright.policies.autodist.batches import own_batch
-from shardwright.policies.autodist.candidates import divisors, meshes, named
+from shardwright.policies.autodist.candidates import divisors, meshes, named, stage_sizes
 from shardwright.policies.autodist.constraints import Constraints
 from shardwright.policies.autodist.formulation import Node, OpNode
 from shardwright.policies.autodist.found import Candidate, Found
@@ -193,16 +193,22 @@ def options_of(variant: Variant, options: AutodistOptions, time_limit_s: float) 
 
 def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificate:
     """What is certain of the best plan."""
-    proof = best.placed.proof
-    if best.plan.stages:
+    proof, space = best.placed[0].proof, f"{best.title}; {best.placed[0].space}"
+    if best.is_mixed:
+        assert best.attempt is not None
+        proof = "the placements offered were chosen before the stages; with them the bound holds for every split between blocks"
+        space = f"{best.title}; {len(best.attempt.offers)} placements offered to every stage"
+    elif best.plan.stages:
         proof += "; the placement was chosen before the stages, of which the bound holds for every split between blocks"
+    if not best.is_mixed and found.tried_mixed:
+        proof += "; stages that differ were searched with the placements offered to them"
     if found.searched:
         proof += f"; searched one by one: {found.searched}"
     if found.interrupted is not None:
         proof += f"; the search ended by {found.interrupted}"
     tried = [f"{c.title}: {c.step_s * 1e3:.6g} ms, at least {c.bound_s * 1e3:.6g} ms" for c in (*found.audited, *found.others)]
+    tried += [f"{title}: none of them takes less than {bound * 1e3:.6g} ms" for title, bound in found.bounds.items()]
     tried += [f"{title}: {reason}" for title, reason in found.refused.items()]
-    space = f"{best.title}; {best.placed.space}"
     return Certificate(best.step_s, min(found.bound_s, best.step_s), proof, space, hardware.name, tuple(tried))
 
 
@@ -222,6 +228,7 @@ def _space(graph: PlannableGraph, config: ComputeConfig, options: AutodistOption
         stage_starts=None if options.stage_starts is None else starts_at(graph, options.stage_starts),
         recompute=options.recompute,
         memory_bytes=limit,
+        mixed=options.mesh is None,
     )
 
 
@@ -242,7 +249,10 @@ def _meshes(config: ComputeConfig, options: AutodistOptions) -> Mapping[int, lis
             mesh = _ordered(mesh, [name for name in config.rank_order.split("-") if name != "pp"])
         return {mesh.size: [mesh]}
     most = options.max_split or config.plan_ngpus
-    found = {size: meshes(size, options.max_axes) for size in divisors(config.plan_ngpus)}
+    sizes = divisors(config.plan_ngpus)
+    if options.num_microbatches is not None:
+        sizes = sorted({*sizes, *stage_sizes(config.plan_ngpus)})
+    found = {size: meshes(size, options.max_axes) for size in sizes}
     return {size: [m for m in listed if all(n <= most for _, n in m.axes)] for size, listed in found.items()}
 
 

@@ -15,6 +15,7 @@ equal meshes, consecutive ranks, and the placement that is best for the whole mo
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -32,12 +33,13 @@ from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.zero import units_of_storage
-from shardwright.policies.autodist.blocks import Setting
-from shardwright.policies.autodist.candidates import Pace, divisors, paces
+from shardwright.policies.autodist.candidates import Pace, divisors, paces, stage_sizes
 from shardwright.policies.autodist.cutting import Cutter
-from shardwright.policies.autodist.found import INTERRUPT, Attempt, Candidate, Found, Opening
+from shardwright.policies.autodist.found import INTERRUPT, Attempt, Candidate, Found, Offer, Opening
+from shardwright.policies.autodist.mixing import AUDITS, MAX_POSITIONS, offered
 from shardwright.policies.autodist.space import Placed, Placer, Space, Wish
-from shardwright.policies.autodist.stages import NoFit
+from shardwright.policies.autodist.stages import NoFit, NoGain
+from shardwright.policies.autodist.walk import Setting, Walk
 from shardwright.policies.autodist.wishes import wishes
 from shardwright.policies.autodist.words import mesh_title, paced_title, too_large
 from shardwright.runtime.config import ComputeConfig
@@ -73,6 +75,7 @@ class Search:
         self.hardware, self.optimizer, self.times = hardware, optimizer, times
         self.time_limit_s = time_limit_s
         self.cutter = Cutter(graph, space)
+        self.offers: list[Offer] = []
         self.found = Found()
         self._began = time.monotonic()
 
@@ -87,6 +90,7 @@ class Search:
                     self._end_by_time()
                     break
             self._try_all(openings)
+            self._try_mixed(openings)
         except KeyboardInterrupt:
             if not openings:
                 raise
@@ -133,11 +137,13 @@ class Search:
 
     def _meshes(self) -> Iterable[tuple[int, Mesh]]:
         """Numbers of positions and the meshes of one; without a pipeline first."""
-        numbers = [self.space.num_positions] if self.space.num_positions else divisors(self.config.plan_ngpus)
-        for number in numbers:
-            if number == 1 or (self.config.use_end2end and number <= len(self.graph.ops)):
+        for number in divisors(self.config.plan_ngpus):
+            if number == (self.space.num_positions or number) and self._may_have(number):
                 for mesh in self.space.meshes.get(self.config.plan_ngpus // number, ()):
                     yield number, mesh
+
+    def _may_have(self, num_positions: int) -> bool:
+        return num_positions == 1 or (self.config.use_end2end and num_positions <= len(self.graph.ops))
 
     def _openings(self) -> Iterable[Opening]:
         """Every mesh with the model placed on it for speed alone."""
@@ -171,16 +177,89 @@ class Search:
             seen.append(placed.plan)
             placed = replace(placed, bound_s=opening.free.bound_s)  # what is computed again, and when, is free
             title = mesh_title(num_positions, placed.plan.mesh)  # its axes may have better names by now
-            ranks = tuple(range(mesh.size))
-            setting = Setting(self.hardware, self.config, ranks, self.optimizer, self.times, space.num_microbatches)
-            program = lower(self.graph, placed.plan)
+            offer = self._offer(placed)
             tried = [
-                self._try(Attempt(paced_title(title, pace), placed, program, setting, num_positions, pace), space.memory_bytes)
+                self._try(Attempt(paced_title(title, pace), (offer,), num_positions, pace), space.memory_bytes)
                 for pace in self._paces(num_positions)
             ]
             self.found.others += filter(None, tried)
             if any(candidate is not None and not candidate.plan.recompute for candidate in tried):
                 return
+
+    def _try_mixed(self, openings: Sequence[Opening]) -> None:
+        """Pipelines whose stages differ, with the placements that others were made of, as far as they may be better."""
+        attempts = self._mixed_attempts()
+        if not attempts or self._is_late():
+            return
+        self._offer_more(openings, attempts)
+        best, whole = self.found.best, self.config.plan_ngpus
+        smaller = [offer for offer in self.offers if offer.walk.mesh.size < whole]
+        offers = offered(self.graph, smaller, memory_binds=best is None or bool(best.plan.recompute))
+        tried: list[Candidate] = []
+        for attempt in attempts if len(offers) > 1 else ():
+            if self._is_late():
+                break
+            candidate = self._try(replace(attempt, offers=offers), self.space.memory_bytes)
+            if candidate is not None and len({id(placed) for placed in candidate.placed}) > 1:  # else it is known by now
+                tried.append(candidate)
+        rest, self.found.others = self.found.others, tried
+        try:
+            self._audit_best(AUDITS)
+        finally:
+            self.found.others += rest
+
+    def _is_late(self) -> bool:
+        """Whether nothing further is tried; then that is noted."""
+        if self.found.interrupted is None and self._spent() > TRYING_SHARE:
+            self._end_by_time()
+        return self.found.interrupted is not None
+
+    def _mixed_attempts(self) -> list[Attempt]:
+        """Numbers of stages and schedules, without offers."""
+        if not self.space.mixed or not self._may_have(2):
+            return []
+        most = min(MAX_POSITIONS, self.config.plan_ngpus)
+        numbers = range(2, most + 1) if self.space.num_positions is None else (self.space.num_positions,)
+        best = self.found.best
+        below = self.space.worth_s if best is None else min(self.space.worth_s, max(best.step_s, best.predicted_s))
+        return [
+            Attempt(paced_title(f"{number} stages that may differ", pace), (), number, pace, below_s=below)
+            for number in numbers
+            for pace in (self._paces(number) if 1 < number <= self.config.plan_ngpus else ())
+            if pace.chunks == 1
+        ]
+
+    def _offer_more(self, openings: Sequence[Opening], attempts: Sequence[Attempt]) -> None:
+        """Placements that nothing was made of so far, also on numbers of ranks that equal positions cannot have: if some as
+        good as the others, in seconds of all their ranks, could help.
+        """
+        offers, whole = tuple(self.offers), self.config.plan_ngpus
+        known = {offer.placed.plan.mesh for offer in offers}
+        unused = [opening for opening in openings if opening.mesh.size < whole and opening.free.plan.mesh not in known]
+        opened = {opening.mesh.size for opening in openings}
+        further = [size for size in stage_sizes(whole) if size not in opened and self.space.meshes.get(size)]
+        sizes = sorted({*further, *(opening.mesh.size for opening in unused)})
+        if offers and not any(self.cutter.could_help(replace(attempt, offers=offers), sizes) for attempt in attempts):
+            return
+        self._lower_all(opening.free for opening in unused)
+        best = self.found.best
+        most = 2 if best is None or best.plan.recompute else 1  # for the memory too, where that binds
+        for mesh in itertools.chain.from_iterable(self.space.meshes[size] for size in further):
+            listed = wishes(self.graph, self.space, max(2, whole // mesh.size), mesh)
+            placed = [self._placed(wish, mesh_title(1, mesh)) for wish in itertools.islice(listed, most) if not self._is_late()]
+            self._lower_all(filter(None, placed))
+
+    def _lower_all(self, placements: Iterable[Placed]) -> None:
+        for placed in placements:
+            if not self._is_late():
+                self._offer(placed)
+
+    def _offer(self, placed: Placed) -> Offer:
+        """A placement lowered, to be offered again where stages differ."""
+        ranks = tuple(range(placed.plan.mesh.size))
+        setting = Setting(self.hardware, self.config, ranks, self.optimizer, self.times, self.space.num_microbatches)
+        self.offers.append(Offer(placed, Walk(lower(self.graph, placed.plan), setting)))
+        return self.offers[-1]
 
     def _over_units(self, placed: Placed) -> Placed:
         """With parameters stored over the units where the config has ZeRO-3: so the program will be."""
@@ -195,6 +274,9 @@ class Search:
     def _try(self, attempt: Attempt, memory_bytes: float) -> Candidate | None:
         """The best stages for a schedule, if any fit."""
         found = self.cutter.cut(attempt, memory_bytes)
+        if isinstance(found, NoGain):
+            self.found.bounds[attempt.title] = found.bound_s
+            return None
         if isinstance(found, NoFit):
             self.found.refused[attempt.title] = too_large(found.needed_bytes, self.space.memory_bytes)
             return None

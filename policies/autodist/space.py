@@ -45,6 +45,7 @@ class Space:
     """What is searched. ``None`` leaves a choice to the search.
 
     ``num_positions``: pipeline positions; 1 is no pipeline. ``meshes``: of the ranks of one position, by their number.
+    ``mixed``: whether stages may differ in placement and number of ranks, where the schedule has one for each position.
     ``recompute``: module paths computed again, whatever the memory; ``None``: layers, as few as memory asks for. ``audits``:
     how many candidates are audited at once; ``near``: only those predicted to take that many times what the best takes, or
     less; ``worth_s``: none that is predicted to take longer.
@@ -61,3 +62,4 @@ class Space:
     audits: int = 6
     worth_s: float = float("inf")
     near: float = 1.1
+    mixed: bool = True

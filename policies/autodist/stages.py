@@ -1,78 +1,56 @@
-"""Cut a chain of blocks into pipeline stages on sub-meshes of chosen sizes: exact under the model of one-forward-one-backward.
+"""Cut a chain of blocks into pipeline stages, each on its own devices in a placement of its own: exact under the model of
+one-forward-one-backward.
 
-Variables: the cuts, the devices of every stage, and what of its blocks is computed again in the backward.
+Variables: the cuts, the placement of every stage (a :class:`~shardwright.policies.autodist.menu.Menu`, which says how many
+devices it takes), and what of its blocks is computed again in the backward.
 
 Objective: ``sum_k t_k + max_k ((m - 1) t_k + u_k)`` s, where a microbatch takes ``t_k`` in stage ``k`` (forward, backward,
-what is computed again, and the message from the stage before) and ``u_k`` comes once per step (reduction of gradients,
-optimizer). For equal stages this is the time of 1F1B, GPipe and their like; for others the schedule is simulated later.
+what is computed again, and the message from the stage before, which depends on both placements and on where the stages lie)
+and ``u_k`` comes once per step (reduction of gradients, optimizer). For equal stages this is the time of 1F1B, GPipe and their
+like; for others the schedule is simulated later.
 
 Constraints: the devices add up; each stage fits the memory of a device, with as many microbatches in flight as its place in the
 schedule asks for.
 
-Method: for a limit on the second term, the least first term is a shortest path over (stages left, block, devices left), solved
-as min-plus products (:func:`_least_sum`). Lowering the limit below each solution's own maximum enumerates all Pareto points of
-the two terms, so the best sum is found exactly. What a stage computes again is a knapsack, solved by Pareto frontiers
-(:class:`_Frontier`). The bound drops memory and messages and takes what no schedule can avoid (:func:`_bound`): stage ``k``
-works ``m w_k``, after the first microbatch has come through the stages before it and before its gradient has gone back.
+Method: for a limit on the second term, the least first term is a shortest path over (block, devices used, placement of the last
+stage), stage by stage, solved as min-plus products (:meth:`_Paths.least_sum`). Lowering the limit below each solution's own
+maximum enumerates the Pareto points of the two terms, until no later one can be better: so the best sum is found exactly.
+What a stage computes again is a knapsack, solved by Pareto frontiers (:mod:`shardwright.policies.autodist.frontier`). The
+bound drops memory and messages and takes what no schedule can avoid (:meth:`_Paths.bound`): stage ``k`` works ``m w_k``, after
+the first microbatch has come through the stages before it and before its gradient has gone back.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
-
-FRONTIER_STEPS = 4096
-"""Into how many steps the bytes that recompute can save are divided, rounded down, once a frontier has that many points."""
-
-
-@dataclass(frozen=True, slots=True)
-class Again:
-    """One way to compute part of a block again, or all of it: ``time_s`` more per microbatch, ``saved_bytes`` less kept."""
-
-    time_s: float
-    saved_bytes: float
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A stretch of the model that stays in one piece, on a sub-mesh of some size. Seconds of one microbatch, bytes of one rank.
-
-    ``once_s``: per step. ``held_bytes``: parameters, gradients and optimizer state. ``activation_bytes``: what one microbatch
-    keeps from forward to backward; ``again``: the ways to compute it again, of which a plan takes one or none.
-    ``transfer_s``: for the message into this block if a stage begins with it, there and back.
-    """
-
-    forward_s: float
-    backward_s: float
-    once_s: float = 0.0
-    held_bytes: float = 0.0
-    activation_bytes: float = 0.0
-    again: tuple[Again, ...] = ()
-    transfer_s: float = 0.0
+from shardwright.policies.autodist.frontier import Array
+from shardwright.policies.autodist.menu import Menu, Tables
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Blocks ``start`` up to ``stop`` on ``num_devices``; ``recomputed``: blocks computed again, with the number of the way."""
+    """Blocks ``start`` up to ``stop`` on ``num_devices`` as menu number ``menu`` places them; ``recomputed``: blocks computed
+    again, with the number of the way.
+    """
 
     start: int
     stop: int
     num_devices: int
+    menu: int = 0
     recomputed: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class Split:
-    """The best stages under the model. No split into as many stages, on any schedule, takes less than ``bound_s``.
-    ``used_bytes``: of the stage that takes most.
+    """The best stages under the model. No split into as many stages of these menus, on any schedule, takes less than
+    ``bound_s``. ``used_bytes``: of the stage that takes most.
     """
 
     stages: tuple[Stage, ...]
@@ -88,8 +66,33 @@ class NoFit:
     needed_bytes: float
 
 
+@dataclass(frozen=True)
+class NoGain:
+    """No split that fits takes less under the model than was asked for; none at all takes less than ``bound_s``."""
+
+    bound_s: float
+
+
 InFlight = Callable[[int], int]
 """From a stage's place, counted from the end (the last is 1), to the microbatches that it holds at once."""
+
+
+class Between(Protocol):
+    """What depends on two neighbouring stages and where they lie. Menus are named by number, devices counted from the first."""
+
+    def message_s(self, before: int, after: int, device: int) -> Array:
+        """``[start, stop]``: seconds per microbatch that the boundary before a stage of menu ``after``, which begins at
+        ``device``, adds to it, there and back. Where two are equal they should be one array.
+        """
+        ...
+
+    def relief_s(self, menu: int) -> Array:
+        """``[start, stop]``, at most 0: what the boundary before a stage can save of its work."""
+        ...
+
+    def fits(self, menu: int, device: int) -> bool:
+        """Whether what a menu says of seconds holds for a stage that begins at ``device``."""
+        ...
 
 
 def one_forward_one_backward(num_microbatches: int) -> InFlight:
@@ -103,7 +106,7 @@ def all_at_once(num_microbatches: int) -> InFlight:
 
 
 def split_stages(
-    blocks: Mapping[int, Sequence[Block]],
+    menus: Sequence[Menu],
     num_devices: int,
     num_stages: int,
     num_microbatches: int,
@@ -111,250 +114,238 @@ def split_stages(
     memory_bytes: float = float("inf"),
     in_flight: InFlight | None = None,
     splits_backward: bool = False,
-) -> Split | NoFit:
+    between: Between | None = None,
+    below_s: float = float("inf"),
+) -> Split | NoFit | NoGain:
     """The best split into exactly ``num_stages``.
 
-    ``blocks``: for each number of devices that a stage may have, all blocks of the model on that many. ``splits_backward``: the
-    schedule puts off gradients of weights, so that the bound may count on forwards only before and after a stage's own work.
+    ``menus``: the placements that stages may have, all with the same blocks. ``splits_backward``: the schedule puts off
+    gradients of weights, so that the bound may count on forwards only before and after a stage's own work. ``between``:
+    messages and where stages may lie; without it messages take no time. ``below_s``: what takes longer is of no interest.
     """
-    unit = math.gcd(*blocks, num_devices)  # devices are dealt out in lots of that many
-    num_devices //= unit
-    menus = [_Menu(size // unit, listed, num_microbatches, splits_backward) for size, listed in sorted(blocks.items())]
+    tables = [Tables(menu.blocks, num_microbatches, splits_backward) for menu in menus]
+    paths = _Paths(menus, tables, num_devices, num_stages, num_microbatches, between)
+    if below_s < float("inf") and not paths.can_keep(below_s):
+        return NoGain(below_s)
     holds = in_flight or one_forward_one_backward(num_microbatches)
-    places = [holds(place) for place in range(1, num_stages + 1)]
-    priced = [[menu.priced(count, memory_bytes) for menu in menus] for count in places]
-    best, limit = None, np.inf
-    while True:
-        found = _least_sum(menus, priced, num_devices, limit)
-        if found is None:
-            break
-        total, peak, _ = found
-        if best is None or total + peak < best[0]:
-            best = (total + peak, found[2])
-        limit = np.nextafter(peak, -np.inf)
-    if best is None:
-        return NoFit(_least_memory(menus, places, num_devices))
-    cost, path = best
+    counts = [holds(place) for place in range(num_stages, 0, -1)]
+    by_count = {count: [table.priced(count, memory_bytes) for table in tables] for count in dict.fromkeys(counts)}
+    found = paths.best([by_count[count] for count in counts], below_s)
+    if found is None:
+        return NoFit(paths.least_memory(counts)) if below_s == float("inf") else NoGain(paths.bound(below_s))
+    cost, path = found
     stages, used = [], 0.0
-    for place, (start, stop, index) in zip(range(num_stages, 0, -1), path, strict=True):
-        menu, count = menus[index], places[place - 1]
-        stage = Stage(start, stop, menu.size * unit, menu.recomputed(start, stop, count, memory_bytes))
-        stages.append(stage)
-        used = max(used, menu.used_bytes(stage, count))
-    bound = min(float(cost), _bound(menus, num_devices, num_stages, num_microbatches))
-    return Split(tuple(stages), float(cost), bound, used)
+    for count, (start, stop, index) in zip(counts, path, strict=True):
+        table = tables[index]
+        recomputed = table.recomputed(start, stop, count, memory_bytes)
+        stages.append(Stage(start, stop, menus[index].num_devices, index, recomputed))
+        used = max(used, table.used_bytes(start, stop, recomputed, count))
+    return Split(tuple(stages), float(cost), min(float(cost), paths.bound(float(cost))), used)
 
 
-class _Menu:
-    """All stages that devices of one number could run: arrays [start, stop] over blocks."""
+def may_take_less(
+    menus: Sequence[Menu], num_devices: int, num_stages: int, num_microbatches: int, below_s: float, *, splits_backward: bool
+) -> bool:
+    """Whether a split could take less, as far as the bound tells, memory and messages aside."""
+    tables = [Tables(menu.blocks, num_microbatches, splits_backward) for menu in menus]
+    return _Paths(menus, tables, num_devices, num_stages, num_microbatches, None).can_keep(below_s)
 
-    def __init__(self, size: int, blocks: Sequence[Block], num_microbatches: int, splits_backward: bool) -> None:
-        self.size, self.blocks, self.num_microbatches = size, blocks, num_microbatches
-        self.work_s = _ranges([b.forward_s + b.backward_s for b in blocks], np.inf)
-        self.fill_s = _ranges([b.forward_s for b in blocks], np.inf) if splits_backward else self.work_s
-        self.time_s = self.work_s + np.array([0.0, *(b.transfer_s for b in blocks[1:]), 0.0])[:, None]
-        self.once_s = _ranges([b.once_s for b in blocks])
-        self.held_bytes = _ranges([b.held_bytes for b in blocks])
-        self.activation_bytes = _ranges([b.activation_bytes for b in blocks])
-        self._frontiers: dict[int, list[_Frontier]] = {}
-        self._empty = _Frontier.empty()
-        self._grown: dict[tuple[int, tuple[Again, ...]], _Frontier] = {}  # stages of blocks alike share theirs
 
-    def priced(self, count: int, memory_bytes: float) -> tuple[Array, Array]:
-        """Seconds per microbatch, and seconds counted into the maximum, with ``count`` microbatches in flight; infinite where
-        the stage does not fit.
+Priced = Sequence[tuple[Array, Array]]
+"""By menu, what :meth:`Tables.priced` says."""
+
+Path = list[tuple[int, int, int]]
+"""``(start, stop, menu)`` from the first stage to the last."""
+
+
+class _Paths:
+    """The splits as paths over blocks and devices, which are dealt out in lots of as many as all menus have in common."""
+
+    def __init__(
+        self,
+        menus: Sequence[Menu],
+        tables: Sequence[Tables],
+        num_devices: int,
+        num_stages: int,
+        num_microbatches: int,
+        between: Between | None,
+    ) -> None:
+        self.unit = math.gcd(*(menu.num_devices for menu in menus), num_devices)
+        self.sizes = [menu.num_devices // self.unit for menu in menus]
+        self.tables, self.num_lots, self.num_stages = tables, num_devices // self.unit, num_stages
+        self.num_microbatches, self.between = num_microbatches, between
+        self.num_blocks = len(tables[0].blocks) if tables else 0
+
+    def best(self, priced: Sequence[Priced], below_s: float) -> tuple[float, Path] | None:
+        """The least cost below ``below_s``, and its path; ``priced``: by stage."""
+        best, limit = None, below_s
+        least = below_s
+        while True:
+            found = self.least_sum(priced, limit)
+            if found is None:
+                return best
+            total, peak, path = found
+            if total + peak < least:
+                least = total + peak
+                best = (least, path)
+            # the sum only grows as the limit falls, and one stage has at least an equal share of it
+            if total * (1 + (self.num_microbatches - 1) / self.num_stages) >= least:
+                return best
+            limit = np.nextafter(peak, -np.inf)
+
+    def least_sum(self, priced: Sequence[Priced], limit: float) -> tuple[float, float, Path] | None:
+        """The least sum of stage times with no stage's counted seconds above ``limit``: ``(sum, largest counted, path)``."""
+        if not self.num_blocks:
+            return None
+        # per menu of the last stage, or -1 before the first one: [block, lots used] -> seconds so far
+        before = {-1: np.full((self.num_blocks + 1, self.num_lots + 1), np.inf)}
+        before[-1][0, 0] = 0.0
+        steps: list[dict[int, Array]] = []
+        for listed in priced:
+            allowed: dict[tuple[int, int], Array] = {}
+            step = {index: np.full((self.num_blocks + 1, self.num_lots + 1, 2), -1) for index in range(len(self.sizes))}
+            after = {index: np.full((self.num_blocks + 1, self.num_lots + 1), np.inf) for index in step}
+            for index, used in self._places(before):
+                for message, sums, origins in self._arrivals(before, index, used):
+                    key = (index, id(message))
+                    if key not in allowed:
+                        allowed[key] = self._allowed(listed[index], message, limit)
+                    times = sums[:, None] + allowed[key]
+                    starts = times.argmin(axis=0)
+                    values = times[starts, np.arange(len(starts))]
+                    column, chosen = after[index][:, used + self.sizes[index]], step[index][:, used + self.sizes[index]]
+                    better = values < column
+                    column[better] = values[better]
+                    chosen[better, 0], chosen[better, 1] = starts[better], origins[starts[better]]
+            before = after
+            steps.append(step)
+        return self._read(before, steps, priced)
+
+    def _read(
+        self, last: dict[int, Array], steps: list[dict[int, Array]], priced: Sequence[Priced]
+    ) -> tuple[float, float, Path] | None:
+        """The path that the tables of the steps describe."""
+        index = min(last, key=lambda menu: float(last[menu][self.num_blocks, self.num_lots]))
+        total = float(last[index][self.num_blocks, self.num_lots])
+        if not np.isfinite(total):
+            return None
+        path: Path = []
+        largest, stop, used = 0.0, self.num_blocks, self.num_lots
+        for step, listed in zip(reversed(steps), reversed(priced), strict=True):
+            start, origin = (int(item) for item in step[index][stop, used])
+            used -= self.sizes[index]
+            path.append((start, stop, index))
+            largest = max(largest, float(self._counted(listed[index], self._message(origin, index, used))[start, stop]))
+            stop, index = start, origin
+        return total, largest, path[::-1]
+
+    def _places(self, before: dict[int, Array]) -> list[tuple[int, int]]:
+        """``(menu, lots used)`` of the stages that may come next."""
+        reached = [used for used in range(self.num_lots) if any(np.isfinite(table[:, used]).any() for table in before.values())]
+        return [
+            (index, used)
+            for index, size in enumerate(self.sizes)
+            for used in reached
+            if used + size <= self.num_lots and self._fits(index, used)
+        ]
+
+    def _arrivals(self, before: dict[int, Array], index: int, used: int) -> list[tuple[Array | None, Array, Array]]:
+        """By distinct message before a stage: per block the least seconds so far, and the menu of the stage before."""
+        groups: dict[int, tuple[Array | None, list[int]]] = {}
+        for origin, table in before.items():
+            if np.isfinite(table[:, used]).any():
+                message = self._message(origin, index, used)
+                groups.setdefault(id(message), (message, []))[1].append(origin)
+        found = []
+        for message, origins in groups.values():
+            columns = np.stack([before[origin][:, used] for origin in origins])
+            least = columns.argmin(axis=0)
+            found.append((message, columns[least, np.arange(columns.shape[1])], np.array(origins)[least]))
+        return found
+
+    def _message(self, origin: int, index: int, used: int) -> Array | None:
+        if origin < 0 or self.between is None:
+            return None
+        return self.between.message_s(origin, index, used * self.unit)
+
+    def _fits(self, index: int, used: int) -> bool:
+        return self.between is None or self.between.fits(index, used * self.unit)
+
+    def _allowed(self, priced: tuple[Array, Array], message: Array | None, limit: float) -> Array:
+        time: Array = priced[0] if message is None else priced[0] + message
+        allowed: Array = np.where(self._counted(priced, message) <= limit, time, np.inf)
+        return allowed
+
+    def _counted(self, priced: tuple[Array, Array], message: Array | None) -> Array:
+        if message is None or self.num_microbatches == 1:
+            return priced[1]
+        counted: Array = priced[1] + (self.num_microbatches - 1) * message
+        return counted
+
+    # ------------------------------------------------------------------------------------------------------- bounds
+
+    def bound(self, upper: float) -> float:
+        """What no split can avoid, memory and messages aside: the larger of the least ``max_k m w_k + u_k``, and the least
+        ``max_k sum_{j<k} fill_j + m w_k`` (a stage's ``u_k`` comes while gradients go back through the stages before it).
+        Found by bisection below ``upper``, where one of them ends if they are larger.
         """
-        time = self.time_s.copy()
-        lacking = self.held_bytes + count * self.activation_bytes - memory_bytes
-        time[self.least_bytes(count) > memory_bytes * (1 + 1e-12)] = np.inf
-        for start, stop in zip(*np.nonzero(np.isfinite(time) & (lacking > 0)), strict=True):
-            time[start, stop] += self._frontier(start, stop).cost_of(lacking[start, stop] / count)
-        counted = self.once_s.copy()
-        if self.num_microbatches > 1:
-            counted += (self.num_microbatches - 1) * time
-        return time, counted
+        low, high = 0.0, upper
+        if not self.can_keep(high):
+            return upper
+        while high - low > 1e-7 * high:
+            middle = (low + high) / 2
+            if self.can_keep(middle):
+                high = middle
+            else:
+                low = middle
+        return low
 
-    def recomputed(self, start: int, stop: int, count: int, memory_bytes: float) -> tuple[tuple[int, int], ...]:
-        """Which blocks of a stage are computed again so that it fits, and in which way."""
-        lacking = self.held_bytes[start, stop] + count * self.activation_bytes[start, stop] - memory_bytes
-        if lacking <= 0:
-            return ()
-        return tuple((start + index, way) for index, way in self._frontier(start, stop).chosen(lacking / count))
+    def can_keep(self, limit: float) -> bool:
+        """Whether neither bound is above ``limit``."""
+        return all(self._keeps(own, fill, limit) for own, fill in self._bound_tables)
 
-    def used_bytes(self, stage: Stage, count: int) -> float:
-        """The bytes of one stage."""
-        saved = sum(self.blocks[block].again[way].saved_bytes for block, way in stage.recomputed)
-        start, stop = stage.start, stage.stop
-        return float(self.held_bytes[start, stop] + count * (self.activation_bytes[start, stop] - saved))
+    @functools.cached_property
+    def _bound_tables(self) -> list[tuple[list[Array], list[Array]]]:
+        """For each of the two bounds and by menu, what counts of a stage itself and of those before another."""
+        alone, work, fill = [], [], []
+        for index, table in enumerate(self.tables):
+            less = np.zeros_like(table.work_s) if self.between is None else self.between.relief_s(index)
+            work.append(self.num_microbatches * np.maximum(table.work_s + less, 0.0))
+            alone.append(work[-1] + table.once_s)
+            fill.append(np.maximum(table.fill_s + less, 0.0))
+        nothing = [np.where(np.isfinite(own), 0.0, np.inf) for own in alone]
+        return [(alone, nothing), (work, fill)]
 
-    def least_bytes(self, count: int) -> Array:
-        """The bytes of every stage with all blocks computed again, as far as they can be."""
-        saved = _ranges([max((way.saved_bytes for way in block.again), default=0.0) for block in self.blocks])
-        return np.where(np.isfinite(self.time_s), self.held_bytes + count * (self.activation_bytes - saved), np.inf)
-
-    def _frontier(self, start: int, stop: int) -> _Frontier:
-        frontiers = self._frontiers.setdefault(start, [self._empty])
-        while len(frontiers) <= stop - start:
-            last, block = frontiers[-1], self.blocks[start + len(frontiers) - 1]
-            key = (id(last), block.again)
-            if key not in self._grown:
-                self._grown[key] = last.with_block(block)
-            frontiers.append(self._grown[key])
-        return frontiers[stop - start]
-
-
-class _Frontier:
-    """The Pareto points of computing some of the blocks again: bytes saved against seconds, both ascending.
-
-    ``origin``: the point of ``before``, the frontier of one block less, that a point comes from; ``way``: in which way the last
-    block is computed again, counted from 1, or 0.
-    """
-
-    def __init__(self, saved: Array, cost: Array, origin: Array, way: Array, before: _Frontier | None) -> None:
-        self.saved, self.cost = saved, cost
-        self._origin, self._way, self._before = origin, way, before
-
-    @classmethod
-    def empty(cls) -> _Frontier:
-        """Of no blocks: nothing saved, nothing spent."""
-        return cls(np.zeros(1), np.zeros(1), np.zeros(1), np.zeros(1), None)
-
-    def with_block(self, block: Block) -> _Frontier:
-        """With one more block to choose or leave."""
-        points = len(self.saved)
-        saved = np.concatenate([self.saved, *(self.saved + way.saved_bytes for way in block.again)])
-        cost = np.concatenate([self.cost, *(self.cost + way.time_s for way in block.again)])
-        if len(saved) > FRONTIER_STEPS:
-            step = saved.max() / FRONTIER_STEPS
-            saved = np.floor(saved / step) * step
-        order = np.lexsort((-saved, cost))
-        best = np.maximum.accumulate(saved[order])
-        kept = order[np.concatenate([[True], saved[order][1:] > best[:-1]])]
-        return _Frontier(saved[kept], cost[kept], kept % points, kept // points, self)
-
-    def cost_of(self, needed: float) -> float:
-        """The least seconds that save so many bytes; infinite if nothing does."""
-        index = self._point(needed)
-        return float(self.cost[index]) if index < len(self.cost) else float("inf")
-
-    def chosen(self, needed: float) -> list[tuple[int, int]]:
-        """The blocks, by number, of the cheapest choice that saves so many bytes, each with its way."""
-        index, frontier, ways = self._point(needed), self, []
-        while frontier._before is not None:
-            ways.append(int(frontier._way[index]))
-            index, frontier = int(frontier._origin[index]), frontier._before
-        return [(number, way - 1) for number, way in enumerate(reversed(ways)) if way]
-
-    def _point(self, needed: float) -> int:
-        return int(np.searchsorted(self.saved, needed * (1 - 1e-12)))
-
-
-def _ranges(values: Sequence[float], empty: float = 0.0) -> Array:
-    """[start, stop] -> the sum over the range; ``empty`` where there is nothing in it."""
-    sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
-    table = sums[None, :] - sums[:, None]
-    return np.where(np.triu(np.ones_like(table), 1) > 0, table, empty)
-
-
-def _least_sum(
-    menus: Sequence[_Menu], priced: Sequence[Sequence[tuple[Array, Array]]], num_devices: int, limit: float
-) -> tuple[float, float, list[tuple[int, int, int]]] | None:
-    """The least sum of stage times with no stage's counted seconds above ``limit``: ``(sum, largest counted, path)``.
-
-    ``priced[place - 1][menu]``: the stages at that place from the end. The path is ``(start, stop, menu)`` from first to last.
-    """
-    num_blocks = len(menus[0].blocks) if menus else 0
-    if not num_blocks:
-        return None
-    after = np.full((num_blocks + 1, num_devices + 1), np.inf)  # [block, devices left] -> seconds of the rest
-    after[num_blocks, 0] = 0.0
-    choices: list[Array] = []
-    for listed in priced:
-        best = np.full_like(after, np.inf)
-        choice = np.full((*after.shape, 2), -1)
-        for index, (menu, (time, counted)) in enumerate(zip(menus, listed, strict=True)):
-            allowed = np.where(counted <= limit, time, np.inf)
-            for left in range(menu.size, num_devices + 1):
-                column = after[:, left - menu.size]
-                if not np.isfinite(column).any():
-                    continue
-                sums = allowed + column[None, :]
-                stops = sums.argmin(axis=1)
-                values = sums[np.arange(len(sums)), stops]
-                better = values < best[:, left]
-                best[better, left] = values[better]
-                choice[better, left, 0], choice[better, left, 1] = stops[better], index
-        choices.append(choice)
-        after = best
-    if not np.isfinite(after[0, num_devices]):
-        return None
-    path, block, left, largest = [], 0, num_devices, 0.0
-    for choice, listed in zip(reversed(choices), reversed(priced), strict=True):
-        stop, index = (int(item) for item in choice[block, left])
-        path.append((block, stop, index))
-        largest = max(largest, float(listed[index][1][block, stop]))
-        block, left = stop, left - menus[index].size
-    return float(after[0, num_devices]), largest, path
-
-
-def _bound(menus: Sequence[_Menu], num_devices: int, num_stages: int, num_microbatches: int) -> float:
-    """What no split can avoid, memory and messages aside: the larger of the least ``max_k m w_k + u_k``, and the least
-    ``max_k sum_{j<k} fill_j + m w_k`` (a stage's ``u_k`` comes while gradients go back through the stages before it).
-    """
-    work = [num_microbatches * menu.work_s for menu in menus]
-    nothing = [np.where(np.isfinite(menu.work_s), 0.0, np.inf) for menu in menus]
-    alone = _least_largest(
-        menus, [own + menu.once_s for own, menu in zip(work, menus, strict=True)], nothing, num_devices, num_stages
-    )
-    return max(alone, _least_largest(menus, work, [menu.fill_s for menu in menus], num_devices, num_stages))
-
-
-def _least_largest(
-    menus: Sequence[_Menu], own: Sequence[Array], fill: Sequence[Array], num_devices: int, num_stages: int
-) -> float:
-    """The least over all splits of the largest ``sum_{j<k} fill_j + own_k``: by bisection, as the least sum of the stages
-    before decides whether the next one keeps within a limit.
-    """
-    num_blocks = len(menus[0].blocks)
-
-    def feasible(limit: float) -> bool:
-        before = np.full((num_blocks + 1, num_devices + 1), np.inf)
+    def _keeps(self, own: Sequence[Array], fill: Sequence[Array], limit: float) -> bool:
+        """Whether a split exists with ``sum_{j<k} fill_j + own_k`` at most ``limit`` for all stages: the least sum of the
+        stages before decides whether the next one keeps within it.
+        """
+        before = np.full((self.num_blocks + 1, self.num_lots + 1), np.inf)
         before[0, 0] = 0.0
-        for _ in range(num_stages):
+        for _ in range(self.num_stages):
             following = np.full_like(before, np.inf)
-            for menu, mine, filling in zip(menus, own, fill, strict=True):
-                for used in range(num_devices - menu.size + 1):
-                    start = before[:, used]
-                    if np.isfinite(start).any():
-                        sums = np.where(start[:, None] + mine <= limit, start[:, None] + filling, np.inf)
-                        np.minimum(following[:, used + menu.size], sums.min(axis=0), out=following[:, used + menu.size])
+            for index, used in self._places({-1: before}):
+                start, stop = before[:, used], used + self.sizes[index]
+                sums = np.where(start[:, None] + own[index] <= limit, start[:, None] + fill[index], np.inf)
+                np.minimum(following[:, stop], sums.min(axis=0), out=following[:, stop])
             before = following
-        return bool(np.isfinite(before[num_blocks, num_devices]))
+        return bool(np.isfinite(before[self.num_blocks, self.num_lots]))
 
-    low, high = 0.0, 1.0
-    while not feasible(high):
-        low, high = high, 2 * high
-        if high > 1e15:
-            return float("inf")
-    while high - low > 1e-9 * high:
-        middle = (low + high) / 2
-        if feasible(middle):
-            high = middle
-        else:
-            low = middle
-    return low
-
-
-def _least_memory(menus: Sequence[_Menu], places: Sequence[int], num_devices: int) -> float:
-    """The least over all splits of what the fullest device needs."""
-    tables = [[menu.least_bytes(count) for menu in menus] for count in places]
-    sizes = sorted(set(itertools.chain.from_iterable(t[np.isfinite(t)].tolist() for listed in tables for t in listed)))
-    low, high = 0, len(sizes)
-    while low < high:
-        middle = (low + high) // 2
-        priced = [[(np.where(np.isfinite(table), 0.0, np.inf), table) for table in listed] for listed in tables]
-        if _least_sum(menus, priced, num_devices, sizes[middle]) is not None:
-            high = middle
-        else:
-            low = middle + 1
-    return sizes[low] if low < len(sizes) else float("inf")
+    def least_memory(self, counts: Sequence[int]) -> float:
+        """The least over all splits of what the fullest device needs. ``counts``: microbatches in flight by stage."""
+        tables = {count: [table.least_bytes(count) for table in self.tables] for count in counts}
+        every = np.unique(np.concatenate([table.ravel() for listed in tables.values() for table in listed]))
+        sizes = every[np.isfinite(every)].tolist()
+        nothing = np.zeros((self.num_blocks + 1, self.num_blocks + 1))
+        low, high = 0, len(sizes)
+        while low < high:
+            middle = (low + high) // 2
+            fitting = {
+                count: [(np.where(table <= sizes[middle], 0.0, np.inf), nothing) for table in listed]
+                for count, listed in tables.items()
+            }
+            if self.least_sum([fitting[count] for count in counts], np.inf) is not None:
+                high = middle
+            else:
+                low = middle + 1
+        return sizes[low] if low < len(sizes) else float("inf")

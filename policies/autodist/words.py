@@ -9,10 +9,17 @@ from shardwright.policies.autodist.chain import Part
 from shardwright.runtime.layout import Mesh
 
 
-def mesh_title(num_positions: int, mesh: Mesh) -> str:
+def mesh_title(num_positions: int, mesh: Mesh, pp_place: int = 0) -> str:
     """``pp=2 x tp=4``; ``one rank``."""
-    sizes = [f"pp={num_positions}"] * (num_positions > 1) + [str(mesh)] * (mesh.size > 1)
+    sizes = [f"{axis}={size}" for axis, size in mesh.axes] if mesh.size > 1 else []
+    if num_positions > 1:
+        sizes.insert(pp_place, f"pp={num_positions}")
     return " x ".join(sizes) or "one rank"
+
+
+def stages_title(meshes: Sequence[Mesh]) -> str:
+    """``tp=4 | tp=2 | one rank``: the meshes of all stages, one after the other."""
+    return " | ".join(mesh_title(1, mesh) for mesh in meshes)
 
 
 def paced_title(title: str, pace: Pace) -> str:

@@ -16,9 +16,10 @@ from shardwright.compiler.cost.hardware import load_hardware
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.autodist.blocks import Costs, Setting, Way, block_costs, useful_ways
+from shardwright.policies.autodist.blocks import Costs, Way, block_costs, useful_ways
 from shardwright.policies.autodist.chain import Part, layer_blocks, layer_parts
-from shardwright.policies.autodist.stages import Again
+from shardwright.policies.autodist.frontier import Again
+from shardwright.policies.autodist.walk import Setting, Walk
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Mesh
 
@@ -60,7 +61,7 @@ def costs_of(graph: PlannableGraph) -> Costs:
     starts, layers = layer_blocks(graph)
     setting = Setting(load_hardware("a100-80gb", 1), ComputeConfig(plan_ngpus=1, runtime_ngpus=1), (0,))
     parts = layer_parts(graph, starts, layers)
-    return block_costs(lower(graph, Plan(Mesh())), starts, parts, setting)
+    return block_costs(Walk(lower(graph, Plan(Mesh())), setting), starts, parts)
 
 
 @pytest.mark.parametrize("inside", ["", ".attention"])

@@ -45,6 +45,7 @@ def search(place: Any = by_thumb, num_ranks: int = 4, **space: Any) -> Found:
     config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=True)
     every = {n: meshes(n) for n in divisors(num_ranks)}
     fields = {"meshes": every, "num_microbatches": 4, "schedules": ("1f1b", "zb_h1"), "audits": 3, "near": math.inf}
+    fields["mixed"] = False
     limit = {"time_limit_s": space.pop("time_limit_s")} if "time_limit_s" in space else {}
     return Search(graph(), config, load_hardware("a100-80gb", num_ranks), Space(**fields | space), place, **limit).run()
 
@@ -132,7 +133,7 @@ def test_a_placement_for_less_memory_is_bounded_by_the_one_for_speed() -> None:
     free = search(num_positions=1, meshes={4: meshes(4)[:1]})
     assert free.best is not None and free.best.cost is not None
     tight = search(bounded, num_positions=1, meshes={4: meshes(4)[:1]}, memory_bytes=0.95 * free.best.cost.peak_bytes)
-    assert tight.audited and all(candidate.placed.bound_s == 1e-6 for candidate in tight.audited)
+    assert tight.audited and all(candidate.placed[0].bound_s == 1e-6 for candidate in tight.audited)
 
 
 def test_what_is_predicted_to_take_much_longer_is_not_audited() -> None:

@@ -1,0 +1,97 @@
+"""What stages are made of: the blocks of the model in one placement, and all the stages that these could be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwright.policies.autodist.frontier import Again, Array, Frontier
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A stretch of the model that stays in one piece, in one placement. Seconds of one microbatch, bytes of one rank.
+
+    ``once_s``: per step. ``held_bytes``: parameters, gradients and optimizer state. ``activation_bytes``: what one microbatch
+    keeps from forward to backward; ``again``: the ways to compute it again, of which a plan takes one or none.
+    """
+
+    forward_s: float
+    backward_s: float
+    once_s: float = 0.0
+    held_bytes: float = 0.0
+    activation_bytes: float = 0.0
+    again: tuple[Again, ...] = ()
+
+
+@dataclass(frozen=True)
+class Menu:
+    """One placement that stages may have: on so many devices, with all blocks of the model there."""
+
+    num_devices: int
+    blocks: Sequence[Block]
+
+
+class Tables:
+    """All stages that one placement could have: arrays [start, stop] over blocks."""
+
+    def __init__(self, blocks: Sequence[Block], num_microbatches: int, splits_backward: bool) -> None:
+        self.blocks, self.num_microbatches = blocks, num_microbatches
+        self.work_s = ranges([b.forward_s + b.backward_s for b in blocks], np.inf)
+        self.fill_s = ranges([b.forward_s for b in blocks], np.inf) if splits_backward else self.work_s
+        self.once_s = ranges([b.once_s for b in blocks])
+        self.held_bytes = ranges([b.held_bytes for b in blocks])
+        self.activation_bytes = ranges([b.activation_bytes for b in blocks])
+        self._frontiers: dict[int, list[Frontier]] = {}
+        self._empty = Frontier.empty()
+        self._grown: dict[tuple[int, tuple[Again, ...]], Frontier] = {}  # stages of blocks alike share theirs
+
+    def priced(self, count: int, memory_bytes: float) -> tuple[Array, Array]:
+        """Seconds per microbatch, and seconds counted into the maximum, with ``count`` microbatches in flight, messages aside;
+        infinite where the stage does not fit.
+        """
+        time = self.work_s.copy()
+        lacking = self.held_bytes + count * self.activation_bytes - memory_bytes
+        time[self.least_bytes(count) > memory_bytes * (1 + 1e-12)] = np.inf
+        for start, stop in zip(*np.nonzero(np.isfinite(time) & (lacking > 0)), strict=True):
+            time[start, stop] += self._frontier(start, stop).cost_of(lacking[start, stop] / count)
+        counted = self.once_s.copy()
+        if self.num_microbatches > 1:
+            counted += (self.num_microbatches - 1) * time
+        return time, counted
+
+    def recomputed(self, start: int, stop: int, count: int, memory_bytes: float) -> tuple[tuple[int, int], ...]:
+        """Which blocks of a stage are computed again so that it fits, and in which way."""
+        lacking = self.held_bytes[start, stop] + count * self.activation_bytes[start, stop] - memory_bytes
+        if lacking <= 0:
+            return ()
+        return tuple((start + index, way) for index, way in self._frontier(start, stop).chosen(lacking / count))
+
+    def used_bytes(self, start: int, stop: int, recomputed: Sequence[tuple[int, int]], count: int) -> float:
+        """The bytes of one stage."""
+        saved = sum(self.blocks[block].again[way].saved_bytes for block, way in recomputed)
+        return float(self.held_bytes[start, stop] + count * (self.activation_bytes[start, stop] - saved))
+
+    def least_bytes(self, count: int) -> Array:
+        """The bytes of every stage with all blocks computed again, as far as they can be."""
+        saved = ranges([max((way.saved_bytes for way in block.again), default=0.0) for block in self.blocks])
+        return np.where(np.isfinite(self.work_s), self.held_bytes + count * (self.activation_bytes - saved), np.inf)
+
+    def _frontier(self, start: int, stop: int) -> Frontier:
+        frontiers = self._frontiers.setdefault(start, [self._empty])
+        while len(frontiers) <= stop - start:
+            last, block = frontiers[-1], self.blocks[start + len(frontiers) - 1]
+            key = (id(last), block.again)
+            if key not in self._grown:
+                self._grown[key] = last.with_block(block.again)
+            frontiers.append(self._grown[key])
+        return frontiers[stop - start]
+
+
+def ranges(values: Sequence[float], empty: float = 0.0) -> Array:
+    """[start, stop] -> the sum over the range; ``empty`` where there is nothing in it."""
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
+    table = sums[None, :] - sums[:, None]
+    return np.where(np.triu(np.ones_like(table), 1) > 0, table, empty)

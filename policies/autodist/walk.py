@@ -1,0 +1,166 @@
+"""The program of the whole model on the mesh of a stage, operator by operator: seconds, layouts, and what is held.
+
+A *place* is the position of an operator in those of the graph; an adapter has that of the next operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from shardwright.compiler.cost.adapters import step_time
+from shardwright.compiler.cost.hardware import Hardware
+from shardwright.compiler.cost.local import local_bytes
+from shardwright.compiler.cost.operators import OperatorTimes, OpTime, op_time
+from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory, num_shards
+from shardwright.compiler.cost.reduction import parameter_s
+from shardwright.compiler.ir.value import ValueKind
+from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
+from shardwright.policies.autodist.kept import Kept
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.layout import Layout, Mesh
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What costs depend on besides the program. ``ranks``: the unit's ranks that the mesh lies on. ``num_microbatches``: of a
+    step.
+    """
+
+    hardware: Hardware
+    config: ComputeConfig
+    ranks: tuple[int, ...]
+    optimizer: OptimizerMemory = ADAM
+    times: OperatorTimes | None = None
+    num_microbatches: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter or buffer, first read at ``place``: bytes with gradient and optimizer state; seconds of adding to its
+    gradient by microbatch, and of its reduction and update once per step.
+    """
+
+    place: int
+    held_bytes: float
+    added_s: float = 0.0
+    once_s: float = 0.0
+
+
+class Walk:
+    """A program and its setting, with what is read off them once."""
+
+    def __init__(self, program: Program, setting: Setting) -> None:
+        self.program, self.setting = program, setting
+        self.mesh: Mesh = program.plan.mesh
+        self.storage_mesh: Mesh = program.plan.storage_mesh
+        units = range(max(1, program.plan.zero))
+        self.storage_ranks = tuple(unit * setting.config.plan_ngpus + rank for unit in units for rank in setting.ranks)
+
+    @cached_property
+    def by_place(self) -> tuple[tuple[int, Instruction], ...]:
+        """Every instruction with its place."""
+        positions = {op.name: index for index, op in enumerate(self.program.graph.ops)}
+        found: list[tuple[int, Instruction]] = []
+        place = len(positions) - 1
+        for instruction in reversed(self.program.body):
+            if isinstance(instruction, Compute):
+                place = positions[instruction.original.name]
+            found.append((place, instruction))
+        return tuple(found[::-1])
+
+    @cached_property
+    def layouts(self) -> dict[str, Layout]:
+        """Of every value by name, copies included."""
+        found: dict[str, Layout] = {d.value.name: d.layout for d in self.program.declarations}
+        found.update(self.program.input_layouts)
+        for instruction in self.program.body:
+            if isinstance(instruction, Adapt):
+                found[instruction.result.name] = instruction.step.after
+            else:
+                results = zip(instruction.op.results, instruction.layouts, strict=True)
+                found.update({value.name: layout for value, layout in results})
+        return found
+
+    @cached_property
+    def times(self) -> tuple[OpTime, ...]:
+        """Seconds of the instructions, in order."""
+        return tuple(self._time_of(instruction) for _, instruction in self.by_place)
+
+    @cached_property
+    def forward_s(self) -> list[float]:
+        """By place."""
+        return self._added_up([time.forward_s for time in self.times])
+
+    @cached_property
+    def backward_s(self) -> list[float]:
+        """By place."""
+        return self._added_up([time.backward_s for time in self.times])
+
+    @cached_property
+    def kept(self) -> Kept:
+        """What operators keep for the backward."""
+        own = {declaration.value.name for declaration in self.program.declarations}
+        return Kept(self.by_place, own, self.mesh, self.layouts)
+
+    @cached_property
+    def parameters(self) -> tuple[Held, ...]:
+        """Parameters and buffers."""
+        return tuple(self._parameters())
+
+    def _added_up(self, seconds: list[float]) -> list[float]:
+        found = [0.0] * len(self.program.graph.ops)
+        for (place, _), time in zip(self.by_place, seconds, strict=True):
+            found[place] += time
+        return found
+
+    def _time_of(self, instruction: Instruction) -> OpTime:
+        setting = self.setting
+        if isinstance(instruction, Compute):
+            return op_time(
+                instruction.original,
+                instruction.assignment,
+                self.mesh,
+                setting.hardware,
+                setting.times,
+                ranks=setting.ranks,
+            )
+        value = instruction.of
+        time = step_time(
+            instruction.step,
+            value.dtype,
+            self.storage_mesh,
+            self.storage_ranks,
+            setting.hardware,
+            differentiable=value.requires_grad,
+        )
+        again = instruction.gathers_weight and value.requires_grad  # gathered once more in the backward
+        return replace(time, backward_s=time.backward_s + time.forward_s) if again else time
+
+    def _parameters(self) -> Iterator[Held]:
+        setting, config = self.setting, self.setting.config
+        home = self._first_uses()
+        for declaration in self.program.declarations:
+            value, layout, place = declaration.value, declaration.layout, home.get(declaration.value.name, 0)
+            num_bytes = local_bytes(layout, value.dtype, self.storage_mesh)
+            if not value.requires_grad or value.kind is not ValueKind.PARAMETER:
+                yield Held(place, num_bytes)
+                continue
+            num_elements = num_bytes / value.dtype.itemsize
+            held = num_bytes + num_elements * setting.optimizer.gradient_bytes(value.dtype.itemsize)
+            held += num_elements * setting.optimizer.kept_bytes / num_shards(layout, self.storage_mesh, config)
+            each_s, once_s = parameter_s(
+                declaration, self.storage_mesh, config, setting.hardware, setting.optimizer, setting.ranks,
+                setting.num_microbatches,
+            )  # fmt: skip
+            yield Held(place, held, each_s, once_s)
+
+    def _first_uses(self) -> dict[str, int]:
+        """Parameter or buffer to the place of its first reader."""
+        home: dict[str, int] = {}
+        for place, instruction in self.by_place:
+            reads = instruction.op.operands if isinstance(instruction, Compute) else (instruction.value,)
+            for value in reads:
+                home.setdefault(value.name, place)
+        return home

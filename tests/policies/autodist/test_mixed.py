@@ -1,0 +1,73 @@
+"""Pipelines whose stages differ: where they are the best plan, and that they train like one device."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zoo
+from planning import slow_machine
+from plans import zoo_graph
+
+from shardwright.compiler.verification.verify import verify
+from shardwright.policies.autodist.candidates import stage_sizes
+from shardwright.policies.autodist.found import Found
+from shardwright.policies.autodist.policy import AutodistOptions, search, settled
+from shardwright.runtime.config import ComputeConfig
+
+
+def config_of(num_ranks: int, **options: Any) -> ComputeConfig:
+    return ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=True, outputs="loss", pas_config=options)
+
+
+@functools.cache
+def found_for(name: str, num_ranks: int, rate: float) -> Found:
+    options = AutodistOptions(num_microbatches=8, schedule="1f1b", time_limit_s=1e3)
+    return search(zoo_graph(name), config_of(num_ranks), options, slow_machine(num_ranks, bytes_per_s=rate))
+
+
+def test_stages_that_differ_win_where_ranks_do_not_divide() -> None:
+    """Five ranks: three stages on one of them each, and a last one with the head on two."""
+    found = found_for("gpt2", 5, 1e7)
+    assert found.best is not None and found.best.is_mixed
+    stages = found.best.plan.stages
+    assert sum(stage.mesh.size for stage in stages) == 5 and len({stage.mesh for stage in stages}) > 1
+    assert sorted(rank for stage in stages for rank in stage.ranks) == list(range(5))
+    equal = [candidate.step_s for candidate in found.audited if not candidate.is_mixed]
+    assert found.best.step_s < min(equal)
+    assert found.best.predicted_s == pytest.approx(found.best.step_s, rel=0.01)
+    certificate = settled(found, config_of(5), slow_machine(5, bytes_per_s=1e7)).certificate
+    assert certificate is not None and certificate.bound_s <= certificate.cost_s == found.best.step_s
+    assert "the placements offered were chosen before the stages" in certificate.proof
+    assert "placements offered to every stage" in certificate.space
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "num_ranks", "rate", "gain"), [("gpt2", 4, 1e8, 0.03), ("unet", 4, 1e8, 0.02)])
+def test_stages_that_differ_win_where_blocks_do(name: str, num_ranks: int, rate: float, gain: float) -> None:
+    """A head, or the convolutions at the ends of a U-Net, want more ranks than the rest."""
+    found = found_for(name, num_ranks, rate)
+    assert found.best is not None and found.best.is_mixed
+    equal = min(candidate.step_s for candidate in found.audited if not candidate.is_mixed)
+    assert found.best.step_s < (1 - gain) * equal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "num_ranks", "rate"), [("gpt2", 5, 1e7), ("gpt2", 4, 1e8), ("unet", 4, 1e8)])
+def test_stages_that_differ_train_like_one_device(name: str, num_ranks: int, rate: float, tmp_path: Path) -> None:
+    best = found_for(name, num_ranks, rate).best
+    assert best is not None and len({stage.mesh for stage in best.plan.stages}) > 1
+    (tmp_path / "plan.json").write_text(best.plan.dumps())
+    entry = zoo.get(name)
+    report = verify(
+        entry.build(), entry.inputs(), "saved", config_of(num_ranks, load_plan=str(tmp_path / "plan.json")), steps=2
+    )
+    assert report.ok, str(report)
+
+
+def test_numbers_of_ranks_of_a_stage() -> None:
+    assert stage_sizes(5) == [1, 2, 3, 4] and stage_sizes(1) == []
+    assert stage_sizes(12) == [1, 2, 3, 4, 6, 8]
+    assert stage_sizes(64) == [4, 8, 16, 32]

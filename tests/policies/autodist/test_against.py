@@ -113,7 +113,7 @@ def refuse(wish: Wish) -> Placed:
 
 
 def best(name: str, config: ComputeConfig) -> Candidate:
-    options = AutodistOptions(num_microbatches=NUM_MICROBATCHES)
+    options = AutodistOptions(num_microbatches=NUM_MICROBATCHES, time_limit_s=3600.0)
     found = search(graph_of(name), config, options, load_hardware("a100-80gb", config.runtime_ngpus))
     assert found.best is not None and found.interrupted is None
     return found.best

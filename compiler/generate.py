@@ -20,6 +20,7 @@ from shardwright.compiler.locks import directory_lock
 from shardwright.compiler.module_source import ModuleSource, in_dtype
 from shardwright.compiler.pass_manager import CompileReport, FunctionPass, PassManager
 from shardwright.compiler.passes.fold import fold_constants
+from shardwright.compiler.search import search_plan, takes_traces
 from shardwright.compiler.trace import trace
 from shardwright.compiler.trace.autocast import no_autocast
 from shardwright.compiler.weights import Tensors, initial_values
@@ -77,11 +78,11 @@ def generate(order: Order) -> Generated:
         files = {str(path): sha256(path.read_bytes()) for path in order.policy.files(order.config)}
         request = Request(digest(graph), order.config, order.policy.name, __version__, files=files)
         with directory_lock(order.directory):
-            return _make_or_find(order, graph, request, tensors, manager)
+            return _make_or_find(order, module, graph, request, tensors, manager)
 
 
 def _make_or_find(
-    order: Order, graph: IRGraph, request: Request, tensors: Mapping[str, Tensors], manager: PassManager
+    order: Order, module: nn.Module, graph: IRGraph, request: Request, tensors: Mapping[str, Tensors], manager: PassManager
 ) -> Generated:
     stored = Stored.read(order.directory)
     may_reuse = order.reuse in (ReuseType.MATCH, ReuseType.MOO)
@@ -92,7 +93,7 @@ def _make_or_find(
         raise _different(order, request.differences(stored.manifest.request if stored.manifest else {}))
     compiled = None
     if found and not order.policy.built_in:  # the user's function may decide differently this time
-        compiled = _compile(order, graph, request, manager)
+        compiled = _compile(order, module, graph, request, manager)
         assert stored.manifest is not None
         found = sha256(compiled.files[PLAN_FILE].encode()) == stored.manifest.files.get(PLAN_FILE)
         if not found and order.reuse is ReuseType.MATCH:
@@ -106,7 +107,7 @@ def _make_or_find(
                 return Generated(order.directory, stored.manifest, "nothing", manager.report)
             manifest = store_weights(stored, tensors)
         return Generated(order.directory, manifest, "weights", manager.report)
-    compiled = compiled or _compile(order, graph, request, manager)
+    compiled = compiled or _compile(order, module, graph, request, manager)
     if order.reuse is ReuseType.OVERRIDE:
         stored = replace(stored, manifest=None)
     with manager.measure("write"):
@@ -114,7 +115,11 @@ def _make_or_find(
     return Generated(order.directory, manifest, "code", manager.report)
 
 
-def _compile(order: Order, graph: IRGraph, request: Request, manager: PassManager) -> Compiled:
+def _compile(order: Order, module: nn.Module, graph: IRGraph, request: Request, manager: PassManager) -> Compiled:
+    plan = None
+    if takes_traces(order.policy, order.config):
+        with manager.measure("policy"):
+            plan = search_plan(module, order.dummy_args, order.config, module_dtype=order.module_dtype).plan
     compiled = compile_graph(
         graph,
         order.policy.apply,
@@ -122,6 +127,7 @@ def _compile(order: Order, graph: IRGraph, request: Request, manager: PassManage
         policy_name=order.policy.name,
         digest=request.key(),
         version=request.shardwright_version,
+        plan=plan,
         manager=manager,
     )
     _check_rank_order(compiled.plan.mesh, order.config.rank_order)

@@ -9,17 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.compiler.compile import annotate, pass_manager
+from shardwright.compiler.compile import annotate, pass_manager, without_gradients
 from shardwright.compiler.cost.hardware import Hardware, load_hardware
 from shardwright.compiler.module_source import in_dtype
+from shardwright.compiler.passes.fold import fold_constants
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Batch, Plan
 from shardwright.compiler.trace import trace
-from shardwright.policies.autodist.batches import batch_dims, batches
+from shardwright.policies.autodist.batches import BATCH, batch_dims, batches
 from shardwright.policies.autodist.found import Found
+from shardwright.policies.autodist.policy import POLICY as AUTODIST
 from shardwright.policies.autodist.policy import AutodistOptions, options_of, save, search_variants, settled
 from shardwright.policies.autodist.variants import Variant, Variants
-from shardwright.policies.policy import read_options
+from shardwright.policies.policy import Policy, read_options
 from shardwright.runtime import structure
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
@@ -117,6 +119,22 @@ def search_plan(
     return found
 
 
+def takes_traces(policy: Policy, config: ComputeConfig) -> bool:
+    """Whether a compile needs the model traced for several sizes of a microbatch: policy ``autodist`` with a ``global_batch``,
+    and a program for which the number of samples may vary.
+    """
+    if policy is not AUTODIST:
+        return False
+    options = read_options(AutodistOptions, config.pas_config, policy=policy.name)
+    if options.global_batch is None or options.load_plan is not None:
+        return False
+    return any(
+        name == BATCH or options.batch_dims.get(path) == dim
+        for path, dims in config.dim_symbols().items()
+        for dim, name in dims.items()
+    )
+
+
 def resized(dummy_args: Mapping[str, Any], dims: Mapping[str, int], samples: int) -> dict[str, Any]:
     """The arguments with so many samples: theirs, over and over again. What is one tensor in two places stays one."""
     made: dict[tuple[int, int], Tensor] = {}
@@ -144,8 +162,9 @@ def _graphs(
             path: {dim: name for dim, name in dims.items() if fixed.get(path) != dim}
             for path, dims in config.dim_symbols().items()
         }
-        left = {path: dims for path, dims in dynamic.items() if dims}
-        return annotate(trace(module, args, dynamic_dims=left), pass_manager())
+        graph = trace(module, args, dynamic_dims={path: dims for path, dims in dynamic.items() if dims})
+        graph = fold_constants(graph) if config.constant_folding else graph
+        return annotate(without_gradients(graph) if config.inference_only else graph, pass_manager())
 
     if options.global_batch is None:
         return {None: traced(dummy_args, {})}

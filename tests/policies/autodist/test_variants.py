@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ import torch
 import zoo
 
 from shardwright import parallelize
+from shardwright.compiler.cache import read_plan
 from shardwright.compiler.compile import Compiled, compile_graph
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.hardware import load_hardware
 from shardwright.compiler.plan.plan import Batch, Plan
 from shardwright.compiler.search import PlanSearch, SearchedPlan, resized, search_plan
 from shardwright.compiler.trace import trace
+from shardwright.compiler.verification.samples import in_float64
 from shardwright.compiler.verification.verify import verify
 from shardwright.policies.autodist.found import INTERRUPT, Candidate, Found
 from shardwright.policies.autodist.policy import AutodistOptions, search
@@ -61,7 +64,7 @@ def alone(size: int, num_microbatches: int, stage: int, limit_bytes: float) -> f
     return found.best.step_s if found.best else float("inf")
 
 
-@pytest.mark.parametrize("limit_bytes", [1e9, 14500, *(pytest.param(x, marks=pytest.mark.slow) for x in (16000, 12500))])
+@pytest.mark.parametrize("limit_bytes", [14500, *(pytest.param(x, marks=pytest.mark.slow) for x in (1e9, 16000, 12500))])
 def test_stages_and_sizes_are_searched_exactly(limit_bytes: float) -> None:
     """The best of all, with memory to spare, and where it takes smaller microbatches, or pieces of parameters."""
     options = {"global_batch": 32, "memory_limit_gb": limit_bytes * 1e-9}
@@ -156,6 +159,30 @@ def test_a_model_traced_for_one_size_is_planned_for_that() -> None:
         "microbatch=[4, 6] asks for other sizes than the one the model was traced for\n"
         "  why:   the dummy arguments have 4 samples, by dim 0 of 'x', dim 0 of 'target'\n"
         "  try:   search with `shardwright plan` or shardwright.search_plan, which trace the model for every size"
+    )
+
+
+def test_a_compile_for_any_number_of_samples_searches_their_number(tmp_path: Path) -> None:
+    """The program takes any number, the plan says which is best."""
+    entry = zoo.get("mlp")
+    dynamic = {path: {0: "batch"} for path in MLP_DIMS}
+    options = {"global_batch": 16, "save_plan": str(tmp_path / "plan.json")}
+    config = replace(config_of(2, 1, **options), dynamic_dims=dynamic)
+    report = verify(entry.build(), entry.inputs(), "autodist", config, steps=2, directory=tmp_path)
+    assert report.ok, str(report)
+    (directory,) = {path.parent for path in tmp_path.rglob("manifest.json")}
+    plan = read_plan(directory)
+    alone = search_plan(entry.build().double(), in_float64(entry.inputs()), config_of(2, 1, global_batch=16)).plan
+    assert plan.batch == alone.batch == Batch(16, 1, MLP_DIMS) and plan.zero_stage == alone.zero_stage
+    assert plan.certificate == alone.certificate
+    assert Plan.from_json(json.loads((tmp_path / "plan.json").read_text())).batch == plan.batch
+    graph = trace(entry.build(), entry.inputs(), dynamic_dims={path: {0: "n"} for path in MLP_DIMS})
+    with pytest.raises(ConfigError) as caught:
+        compile_graph(graph, find_policy("autodist").apply, config_of(2, 1, global_batch=16, batch_dims=MLP_DIMS))
+    assert str(caught.value) == (
+        "global_batch needs a model that was traced for a number of samples\n"
+        "  why:   x, target have the dynamic size n there, and what a microbatch of it costs is not known\n"
+        "  try:   call it 'batch' in dynamic_dims, or name the dims: batch_dims={'input_ids': 0, 'labels': 0}"
     )
 
 

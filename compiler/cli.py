@@ -133,7 +133,10 @@ def _report(generated: Generated, order: Order) -> None:
     console.print(Text(f"{done[generated.made]} {manifest.class_name} ({manifest.policy}, {ranks})", "bold"))
     console.print(str(generated.report))
     console.print(f"files: {directory}", soft_wrap=True)
-    num_notes = len(read_plan(directory).notes)
+    plan = read_plan(directory)
+    if plan.batch is not None:
+        console.print(f"a step of a unit: {plan.batch} samples", soft_wrap=True)
+    num_notes = len(plan.notes)
     if num_notes:
         operators = "operator" if num_notes == 1 else "operators"
         console.print(f"{num_notes} {operators} could not be split: shardwright inspect {directory}", soft_wrap=True)

@@ -254,7 +254,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     _add_machine(parser)
     parser.add_argument(
-        "--microbatches", type=int, metavar="N", help="samples of a step, added up (default: the schedule's, 1 without stages)"
+        "--microbatches", type=int, metavar="N", help="samples of a step, added up (default: the plan's, else 1)"
     )
     parser.add_argument("--json", action="store_true", help="print the cost as JSON")
 

@@ -54,7 +54,8 @@ def load_plan(options: SavedOptions, graph: PlannableGraph, config: ComputeConfi
             why="its schedule is written out action by action" if plan.actions else "it is no pipeline",
             hint="leave num_microbatches out",
         )
-    return replace(plan, num_microbatches=options.num_microbatches)
+    batch = None if plan.batch is None else replace(plan.batch, num_microbatches=options.num_microbatches)
+    return replace(plan, num_microbatches=options.num_microbatches, batch=batch)
 
 
 # Not built in: its name does not say what it does, the file does. So it is run again, and plans are compared.

@@ -41,8 +41,8 @@ def audit(
     """The cost of one step of a lowered program; with ``inference_only`` of one forward of each microbatch.
 
     ``optimizer``: what it keeps, and so moves. ``times``: measured times of operators. ``num_microbatches``: the samples of a
-    step whose gradients are added up (default: those of the plan's schedule, 1 without stages). The ranks of the job are the
-    first devices of ``hardware``, unit after unit.
+    step whose gradients are added up (default: those of the plan's schedule; without stages those of its batch, 1 without one).
+    The ranks of the job are the first devices of ``hardware``, unit after unit.
 
     Raises:
         ConfigError: the hardware has fewer devices than ``config.runtime_ngpus``, or no rate for a dtype; or another number of
@@ -63,7 +63,8 @@ def audit(
 def _checked_count(program: Program | PipelineProgram, num_microbatches: int | None) -> int:
     planned = program.plan.num_microbatches if isinstance(program, PipelineProgram) else None
     if num_microbatches is None:
-        return planned or 1
+        batch = program.plan.batch
+        return planned or (1 if batch is None else batch.num_microbatches)
     if num_microbatches < 1:
         raise ConfigError(f"a step has at least one microbatch, not {num_microbatches}")
     if planned not in (None, num_microbatches):

@@ -69,7 +69,13 @@ def test_the_stage_of_zero_and_the_size_of_a_microbatch_are_searched(run, tmp_pa
     assert "a step of a unit: 1 microbatch of 4 samples (dim 0 of x, dim 0 of target)\n" in shown
     assert "stage of ZeRO: 2 (use_zero='auto' takes it from the plan)\n" in shown
     assert "1 microbatch of 4 samples" in (tmp_path / "plan.html").read_text()
-    run(f"verify plan_models:make --policy saved {ranks} --steps 1 --set pas_config.load_plan=plan.json")
+    saved = f"plan_models:make --policy saved {ranks} --set pas_config.load_plan=plan.json"
+    run(f"verify {saved} --steps 1")
+    compiled = run(f"compile {saved}")
+    assert "\na step of a unit: 1 microbatch of 4 samples\n" in compiled
+    (directory,) = {path.parent for path in tmp_path.rglob("manifest.json")}
+    shown = run(f"inspect {directory}")
+    assert "batch    1 microbatch of 4 samples in a unit" in shown and "zero     stage 2, as the plan says" in shown
     assert "What would help" in run(f"explain plan_models:make {asked}")
     for wrong, words in (
         ("--global-batch 8 --microbatch 2;4", "error: '2;4' does not list sizes of a microbatch\n  try:   for example 1,2,4"),

@@ -31,6 +31,7 @@ from shardwright.policies.autodist.policy import AutodistOptions, search
 from shardwright.policies.autodist.space import Placed
 from shardwright.policies.autodist.variants import WORTH, Variant, Variants
 from shardwright.policies.registry import find_policy
+from shardwright.policies.saved import SavedOptions, load_plan
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, PlanError
 from shardwright.runtime.manifest import Manifest
@@ -88,7 +89,7 @@ def test_the_certificate_states_the_audited_cost_of_every_stage(stage: int) -> N
     found = searched("mlp", config)
     made = compiled("mlp", found, config)
     assert made.config == found.variant.config and made.config.zero_stage == stage
-    cost = audit(made.program, made.config, load_hardware("a100-80gb", 4), num_microbatches=3)
+    cost = audit(made.program, made.config, load_hardware("a100-80gb", 4))
     assert found.plan.certificate is not None
     assert found.plan.certificate.cost_s == pytest.approx(cost.step_s, rel=1e-9)
     assert made.plan.zero == (2 if stage == 3 else 0)
@@ -107,14 +108,18 @@ def test_the_stage_chosen_trains_like_one_device(stage: int, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_microbatches_chosen_train_like_one_device() -> None:
+def test_microbatches_chosen_train_like_one_device(tmp_path: Path) -> None:
     """A pipeline with the stage and the size that the search has chosen."""
     entry = zoo.get("gpt2")
     config = config_of(2, 2, use_end2end=True, zero=[1], global_batch=8, microbatch=[2], num_stages=2)
     found = searched("gpt2", config)
-    assert found.plan.stages and found.plan.num_microbatches == 2
+    assert found.plan.stages and found.plan.batch is not None and found.plan.num_microbatches == 2
     report = verify(entry.build(), found.dummy_args, lambda graph, config: found.plan, config, steps=2)
     assert report.ok, str(report)
+    (tmp_path / "plan.json").write_text(found.plan.dumps())
+    graph = planning.graph_of(entry.build(), dict(found.dummy_args))
+    plan = load_plan(SavedOptions(load_plan=str(tmp_path / "plan.json"), num_microbatches=6), graph, config)
+    assert plan.num_microbatches == 6 and plan.batch == Batch(2, 6, found.plan.batch.dims)
 
 
 def test_a_plan_in_a_file_keeps_its_stage_and_its_microbatches(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """CUDA devices on a build of torch without CUDA, with real values: for finding what would fail on GPUs.
 
 :func:`install` gives this process :data:`NUM_DEVICES` devices, ``cuda:0`` and on. Their tensors are ordinary ones, with CUDA's
-dispatch key and the host's memory (``fake_cuda.cpp``), so views, storages, ``.data``, autograd and optimizers do what they do
-on a GPU: operators refuse tensors of two devices, the CUDA list of autocast holds, a backward runs in a thread of its device,
-and generators belong to a device. The kernels are the CPU's, so values are equal to those on a CPU bit by bit.
+dispatch key and the host's memory (``fake_cuda.cpp``), so views, storages, ``.data``, autograd and optimizers do what they
+do on a GPU: operators refuse tensors of two devices, the CUDA list of autocast holds, a backward runs in a thread of its
+device, and generators belong to a device. The kernels are the CPU's, so values are equal to those on a CPU bit by bit.
 
 :mod:`fake_nccl` has a process group that refuses what NCCL refuses. What neither shows: streams and their races, the
 kernels that only GPUs have, speed, memory.
@@ -64,11 +64,19 @@ def install() -> None:
         uuid=f"GPU-{_index(device)}", name="fake", major=9, minor=0
     )
     cuda.get_device_name = lambda device=None: "fake"
+    storage: Any = torch.UntypedStorage  # which makes none of a device that torch was not built for
+    on_cpu = storage.clone
+    storage.clone = lambda self: on_cpu(self) if self.device.type == "cpu" else _bytes_of(self).clone().untyped_storage()
+    storage.cpu = lambda self: self if self.device.type == "cpu" else _bytes_of(self).cpu().untyped_storage()
 
 
 def synchronisations() -> list[str]:
     """For what the host has waited for the device since the last call: operators, ``to host``, ``to device``."""
     return list(torch.ops.fake_cuda.synchronisations())
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),))
 
 
 def _index(device: torch.device | int | str | None) -> int:

@@ -1,7 +1,9 @@
 """Training on CUDA devices and with NCCL's rules, held to one device. The devices are fake: see tests/_lib/fake_cuda.py."""
 
 from pathlib import Path
+from typing import Any
 
+import cuda_jobs
 import fake_cuda
 import pytest
 import runtime_ranks
@@ -45,6 +47,18 @@ def test_two_ranks_with_one_gpu_are_refused() -> None:
     assert text == (
         f"ranks {first} and {second} have the same GPU\n"
         f"  why:   both made it their current device (cuda:0 on rank {second}), and NCCL wants one GPU per rank\n"
-        "  try:   call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before init_process_group; with more ranks than "
-        "GPUs initialise 'gloo', and they run on the CPU"
+        "  try:   call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before init_process_group; with more ranks "
+        "than GPUs initialise 'gloo', and they run on the CPU"
     )
+
+
+@pytest.fixture(scope="module")
+def acts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks has to say of every act."""
+    return run_processes(2, "cuda_jobs:act", str(tmp_path_factory.mktemp("acts")), list(cuda_jobs.ACTS), fake_cuda=True)
+
+
+@pytest.mark.parametrize("name", cuda_jobs.ACTS)
+def test_besides_plain_training(acts: list[dict[str, Any]], name: str) -> None:
+    for results in acts:
+        assert cuda_jobs.RIGHT[name.partition(" ")[0]](results[name]), results[name]

@@ -145,10 +145,10 @@ def host(tree: Any) -> Any:
     return {path: x.cpu() for path, x in tensors_of(tree).items()}
 
 
-def compare_all(folder: str) -> dict[str, dict[str, float]]:
-    """:func:`compare` for all cases. What one raises has a note that names the case. Collective."""
+def compare_all(folder: str, names: list[str]) -> dict[str, dict[str, float]]:
+    """:func:`compare` for the cases of these names. What one raises has a note that names the case. Collective."""
     results = {}
-    for number, case in enumerate(cases(current_world().size)):
+    for number, case in enumerate(case for case in cases(current_world().size) if case.name in names):
         try:
             results[case.name] = compare(case, Path(folder) / str(number))
         except Exception as error:

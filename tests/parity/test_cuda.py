@@ -8,7 +8,7 @@ import fake_cuda
 import pytest
 import runtime_ranks
 import torch
-from device_parity import host
+from device_parity import cases, host
 from parity import assert_close_tree
 from spawn import run_processes
 
@@ -26,9 +26,15 @@ def _built() -> None:
     fake_cuda.build()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+CASES = {num_ranks: {case.name for case in cases(num_ranks)} for num_ranks in (1, 2, 4)}
+COVER = {1: {"ZeRO-1"}, 2: CASES[2], 4: CASES[4] - CASES[2] | {"tp", "data"}}
+
+
+@pytest.mark.parametrize("num_ranks", COVER)
 def test_training_equals_one_device(tmp_path: Path, num_ranks: int) -> None:
-    for rank, results in enumerate(run_processes(num_ranks, "device_parity:compare_all", str(tmp_path), fake_cuda=True)):
+    job = "device_parity:compare_all", str(tmp_path), sorted(COVER[num_ranks])
+    for rank, results in enumerate(run_processes(num_ranks, *job, fake_cuda=True)):
+        assert results.keys() == COVER[num_ranks]
         for name, found in results.items():
             assert max(found.values()) <= 1, f"{name}, rank {rank}: {found}"
 

@@ -8,6 +8,7 @@ only what comes in from outside is kept. The exact peak, with what is temporary,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,26 +20,39 @@ from shardwright.compiler.cost.saved import Saved, saved_for_backward
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.ops.strategy import Assignment, split_factor
 from shardwright.policies.autodist.strategies import LayoutTable, Menu, Seconds, signature
 from shardwright.runtime.layout import Mesh
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A tensor that an operator keeps, a result or an operand. ``part``: how much of it counts with this operator. ``root``:
+    the value whose memory it is.
+    """
+
+    is_result: bool
+    position: int
+    part: float
+    root: str
+
+
 @dataclass
 class Activations:
-    """``shares``: by operator, the tensors it keeps as ``(is a result, position, share)``. ``internal``: by operator, the bytes
-    of what it makes inside and keeps, unsplit.
+    """``shares``: by operator, the tensors it keeps. ``internal``: by operator, the bytes of what it makes inside and keeps,
+    unsplit. ``bases``: views by name, to the value whose memory they share.
     """
 
     layouts: LayoutTable
     mesh: Mesh
-    shares: dict[str, list[tuple[bool, int, float]]] = field(default_factory=dict)
+    bases: Mapping[str, str]
+    shares: dict[str, list[Share]] = field(default_factory=dict)
     internal: dict[str, int] = field(default_factory=dict)
     _bytes: dict[tuple[int, torch.dtype], int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graph: IRGraph, layouts: LayoutTable, mesh: Mesh) -> Activations:
         """For the operators of a graph whose recompute regions are marked."""
-        found = cls(layouts, mesh)
         known: dict[Hashable, Saved] = {}
         saved: dict[str, Saved] = {}
         for op in graph.ops:
@@ -46,20 +60,20 @@ class Activations:
             if key not in known:
                 known[key] = saved_for_backward(op)
             saved[op.name] = known[key]
-        bases = _bases(graph, saved)
+        found = cls(layouts, mesh, _bases(graph, saved))
         stored = {value.name for value in graph.sources if value.kind is not ValueKind.INPUT}
         regions = {value.name: op.region for op in graph.ops for value in op.results}
         keepers: dict[str, list[tuple[IROp, bool, int]]] = {}
         for op in graph.ops:
             for result, position, value in _kept(op, saved[op.name], regions):
-                base = bases.get(value.name, value.name)
+                base = found.bases.get(value.name, value.name)
                 if base not in stored:
                     keepers.setdefault(base, []).append((op, result, position))
             if op.region is None:
                 found.internal[op.name] = saved[op.name].internal_bytes
-        for kept_by in keepers.values():
+        for base, kept_by in keepers.items():
             for op, result, position in kept_by:
-                found.shares.setdefault(op.name, []).append((result, position, 1.0 / len(kept_by)))
+                found.shares.setdefault(op.name, []).append(Share(result, position, 1.0 / len(kept_by), base))
         return found
 
     def usage(self, op: IROp, menu: Menu) -> Seconds | None:
@@ -68,17 +82,31 @@ class Activations:
         if not shares and not internal:
             return None
         total = np.zeros(len(menu))
-        for result, position, share in shares:
-            value = (op.results if result else op.operands)[position]
-            ids = (menu.results if result else menu.operands)[:, position]
-            total += share * self._sizes(ids.tolist(), value.dtype)
-        if internal:
-            tensors = [(menu.operands, i, v) for i, v in enumerate(op.operands)]
-            tensors += [(menu.results, i, v) for i, v in enumerate(op.results)]
-            sizes = [self._sizes(ids[:, i].tolist(), value.dtype) for ids, i, value in tensors]
-            largest = max(sizes, key=lambda size: float(size.max()))  # what is made inside shrinks with it
-            total += internal * largest / max(1.0, float(largest.max()))
-        return total
+        for share in shares:
+            total += self.of_share(op, menu, share)
+        return total + self.inside(op, menu)
+
+    def of_share(self, op: IROp, menu: Menu, share: Share) -> Seconds:
+        """Bytes of a share, by choice."""
+        value = (op.results if share.is_result else op.operands)[share.position]
+        ids = (menu.results if share.is_result else menu.operands)[:, share.position]
+        return share.part * self._sizes(ids.tolist(), value.dtype)
+
+    def of_result(self, op: IROp, menu: Menu, position: int) -> Seconds:
+        """Bytes of a result, by choice."""
+        return self._sizes(menu.results[:, position].tolist(), op.results[position].dtype)
+
+    def inside(self, op: IROp, menu: Menu) -> Seconds:
+        """Bytes of what an operator makes inside and keeps, by choice."""
+        internal = self.internal.get(op.name, 0)
+        if not internal:
+            return np.zeros(len(menu))
+        found: Seconds = internal / np.array([float(math.prod(self._cuts(assignment))) for assignment in menu.assignments])
+        return found
+
+    def _cuts(self, assignment: Assignment) -> list[int]:
+        """Into how many pieces each axis cuts what is made inside: all of it, where the operator is split."""
+        return [size for axis, size in self.mesh.axes if split_factor(assignment.get(axis, "R")) is not None]
 
     def _sizes(self, ids: Sequence[int], dtype: torch.dtype) -> Seconds:
         return np.array([float(self._size(layout, dtype)) for layout in ids])

@@ -23,10 +23,13 @@ class OpNode:
 
 @dataclass(frozen=True, eq=False)
 class StoreNode:
-    """A parameter or an updated buffer; its choices are layouts."""
+    """A parameter or an updated buffer; its choices are layouts. ``least_bytes``: what each takes when a forward ends, with
+    gradients and optimizer state as far as they are there then.
+    """
 
     value: IRValue
     layouts: tuple[int, ...]
+    least_bytes: Seconds
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,6 +21,7 @@ from shardwright.policies.autodist.candidates import divisors, meshes, named, st
 from shardwright.policies.autodist.constraints import Constraints
 from shardwright.policies.autodist.formulation import Node, OpNode
 from shardwright.policies.autodist.found import Candidate, Found
+from shardwright.policies.autodist.memory_bound import least_step_s
 from shardwright.policies.autodist.placement import Placement, place
 from shardwright.policies.autodist.pricing import Pricing
 from shardwright.policies.autodist.problem import formulate
@@ -176,7 +177,8 @@ def search_variants(variants: Variants, options: AutodistOptions, hardware: Hard
         space = replace(_space(variant.graph, variant.config, chosen, hardware), worth_s=worth_s)
         placer = Placer(variant.graph, variant.config, chosen, hardware, times, pricings)
         return Search(
-            variant.graph, variant.config, hardware, space, placer, times=times, time_limit_s=time_limit_s
+            variant.graph, variant.config, hardware, space, placer,
+            times=times, time_limit_s=time_limit_s, least=placer.least_s,
         ).run()  # fmt: skip
 
     return variants.search(one, options.time_limit_s)
@@ -362,6 +364,12 @@ class Placer:
         if self.options.mesh is None:
             plan = named(plan, split_dim_names(self.graph, plan))
         return Placed(plan, found.bound_s, found.proof, str(found.space))
+
+    def least_s(self, wish: Wish) -> float:
+        """Seconds per step that no plan for a wish with memory is below; what may be computed again is as the options say."""
+        request = self.request(wish)
+        pricing = self._pricings.setdefault(wish.mesh, Pricing(request))
+        return least_step_s(request, pricing, again=self.options.recompute is None)
 
 
 def _too_large(found: Infeasible, request: PlacementRequest, pricing: Pricing) -> str:

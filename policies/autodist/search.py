@@ -37,7 +37,7 @@ from shardwright.policies.autodist.candidates import Pace, divisors, paces, stag
 from shardwright.policies.autodist.cutting import Cutter
 from shardwright.policies.autodist.found import INTERRUPT, Attempt, Candidate, Found, Offer, Opening
 from shardwright.policies.autodist.mixing import AUDITS, MAX_POSITIONS, offered
-from shardwright.policies.autodist.space import Placed, Placer, Space, Wish
+from shardwright.policies.autodist.space import Least, Placed, Placer, Space, Wish
 from shardwright.policies.autodist.stages import NoFit, NoGain
 from shardwright.policies.autodist.walk import Setting, Walk
 from shardwright.policies.autodist.wishes import wishes
@@ -70,8 +70,9 @@ class Search:
         optimizer: OptimizerMemory = ADAM,
         times: OperatorTimes | None = None,
         time_limit_s: float = float("inf"),
+        least: Least | None = None,
     ) -> None:
-        self.graph, self.config, self.space, self.place = graph, config, space, place
+        self.graph, self.config, self.space, self.place, self.least = graph, config, space, place, least
         self.hardware, self.optimizer, self.times = hardware, optimizer, times
         self.time_limit_s = time_limit_s
         self.cutter = Cutter(graph, space)
@@ -150,8 +151,11 @@ class Search:
         for num_positions, mesh in self._meshes():
             listed = iter(wishes(self.graph, self.space, num_positions, mesh))
             free = self._placed(next(listed), mesh_title(num_positions, mesh))
+            others = tuple(listed)
+            if free is not None and others and self.least is not None:
+                free = _bounded(free, self.least(others[0]))
             if free is not None:
-                yield Opening(num_positions, mesh, free, tuple(listed))
+                yield Opening(num_positions, mesh, free, others)
 
     def _placed(self, wish: Wish, title: str) -> Placed | None:
         """The placement that is wished for; None, and why it cannot be among what is refused."""
@@ -175,7 +179,8 @@ class Search:
             ):
                 continue
             seen.append(placed.plan)
-            placed = replace(placed, bound_s=opening.free.bound_s)  # what is computed again, and when, is free
+            # what is computed again, and when, is free
+            placed = replace(placed, bound_s=opening.free.bound_s, proof=opening.free.proof)
             title = mesh_title(num_positions, placed.plan.mesh)  # its axes may have better names by now
             offer = self._offer(placed)
             tried = [
@@ -334,3 +339,12 @@ class Search:
             lower(graph, plan), self.config, self.hardware,
             optimizer=self.optimizer, times=self.times, num_microbatches=self.space.num_microbatches,
         )  # fmt: skip
+
+
+def _bounded(free: Placed, least_s: float) -> Placed:
+    """A placement for speed alone with a bound that heeds the memory. Where nothing fits, that is found out by trying: then it
+    is said how much is missing.
+    """
+    if least_s <= free.bound_s or least_s == float("inf"):
+        return free
+    return replace(free, bound_s=least_s, proof="Lagrange multiplier of the memory, whatever is computed again")

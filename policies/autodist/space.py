@@ -39,6 +39,11 @@ class Wish:
 Placer = Callable[[Wish], Placed]
 """Raises :class:`PlanError` if nothing is allowed, or nothing fits."""
 
+Least = Callable[[Wish], float]
+"""Seconds per step that no plan for a wish with memory is below, whatever layers are computed again besides; ``inf`` where none
+fits.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Space:

@@ -9,7 +9,7 @@ import numpy as np
 
 from shardwright.compiler.cost.adapters import step_time
 from shardwright.compiler.cost.local import local_bytes
-from shardwright.compiler.cost.optimizer_memory import num_shards
+from shardwright.compiler.cost.optimizer_memory import num_copies, num_shards
 from shardwright.compiler.cost.reduction import parameter_s
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.value import IRValue, ValueKind
@@ -39,8 +39,8 @@ def add_sources(draft: Draft, graph: IRGraph, makers: dict[str, Maker], readers:
             continue
         own = readers[value.name]
         candidates = (draft.layout_id(stored, value),) if stored is not None else _candidates(draft, value, own)
-        cost, held = _storage(draft, value, candidates, own)
-        index = draft.add(StoreNode(value, candidates), cost, draft.home_of(None, own))
+        cost, held, least = _storage(draft, value, candidates, own)
+        index = draft.add(StoreNode(value, candidates, least), cost, draft.home_of(None, own))
         draft.usage[index] = held
         makers[value.name] = Maker(index, np.array(candidates), candidates)
 
@@ -69,12 +69,14 @@ def _candidates(draft: Draft, value: IRValue, readers: Sequence[Reader]) -> tupl
     return found
 
 
-def _storage(draft: Draft, value: IRValue, candidates: Sequence[int], readers: Sequence[Reader]) -> tuple[Seconds, Seconds]:
-    """Seconds per step of the gradient's sums and the optimizer, and bytes held, for every way to store a tensor. With
-    ZeRO-3 also of gathering it from where it is stored, once for every place that reads it.
+def _storage(
+    draft: Draft, value: IRValue, candidates: Sequence[int], readers: Sequence[Reader]
+) -> tuple[Seconds, Seconds, Seconds]:
+    """For every way to store a tensor: seconds per step of the gradient's sums and the optimizer, with ZeRO-3 also of gathering
+    it from where it is stored, once for every place that reads it; bytes held; and bytes held when the forward ends, at least.
     """
     request, config = draft.request, draft.request.config
-    cost, held = np.zeros(len(candidates)), np.zeros(len(candidates))
+    cost, held, least = (np.zeros(len(candidates)) for _ in range(3))
     trained = value.requires_grad and value.kind is ValueKind.PARAMETER
     item = value.dtype.itemsize
     for index, candidate in enumerate(candidates):
@@ -84,15 +86,20 @@ def _storage(draft: Draft, value: IRValue, candidates: Sequence[int], readers: S
             cost[index] += gathered_s
         declaration = Declaration(value, layout)
         num_bytes = local_bytes(layout, value.dtype, mesh)
-        held[index] = num_bytes
+        held[index] = least[index] = num_bytes
         if trained:
             each_s, once_s = parameter_s(
                 declaration, mesh, config, request.hardware, request.optimizer, request.ranks, request.microbatches
             )
             cost[index] += request.microbatches * each_s + once_s
-            state = request.optimizer.kept_bytes / num_shards(layout, mesh, config)
-            held[index] += num_bytes / item * (request.optimizer.gradient_bytes(item) + state)
-    return cost, held
+            state = num_bytes / item * request.optimizer.kept_bytes / num_shards(layout, mesh, config)
+            gradient = num_bytes / item * request.optimizer.gradient_bytes(item)
+            held[index] += gradient + state
+            # without a bucket a gradient is made by a backward, which a pipeline may not have had; ZeRO-2 keeps a part of it
+            is_made = request.microbatches > 1 and request.in_flight == 1
+            is_there = is_made or num_copies(layout, mesh, config) > 1
+            least[index] += state + (gradient if is_there and config.use_zero != 2 else 0.0)
+    return cost, held, least
 
 
 def _in_pieces(draft: Draft, value: IRValue, layout: Layout, readers: Sequence[Reader]) -> tuple[Layout, Mesh, float]:

@@ -26,6 +26,7 @@ rows of moments, those that turn out to matter (over_time.py).
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -79,6 +80,26 @@ def solve(
     return renumbering.back(progress.result())
 
 
+def lower_bound(problem: Problem, *, time_limit_s: float) -> float:
+    """What no choice within the rows costs less than: the best multipliers with exact elimination, and nothing more. ``inf``
+    where no choice keeps the rows, ``-inf`` where the problem is too wide for elimination.
+    """
+    ends = time.monotonic() + time_limit_s
+
+    def is_over() -> bool:
+        return time.monotonic() > ends
+
+    network = simplify(Renumbering(problem).problem, is_over)
+    if isinstance(network, Infeasible):
+        return math.inf
+    relaxation = Relaxation(network, shared=True, max_join=MAX_JOIN, out_of_time=is_over)
+    if not relaxation.exact:
+        return -math.inf
+    beyond = _beyond(network)
+    maximum = maximise(relaxation, np.zeros(len(network.rows)), stop_above=beyond, out_of_time=is_over)
+    return math.inf if maximum.bound >= beyond else maximum.bound
+
+
 def _search(problem: Problem, start: Sequence[int] | None, progress: Progress) -> None:
     network = simplify(problem, progress.is_over)
     if isinstance(network, Infeasible):
@@ -111,8 +132,7 @@ def _search_network(network: Network, problem: Problem, start: Sequence[int] | N
     if not network.rows:
         _eliminate(relaxation, progress)
         return
-    ceiling = _ceiling(network)
-    beyond = ceiling + 1e-6 * abs(ceiling) + 1e-9
+    ceiling, beyond = _ceiling(network), _beyond(network)
     zeros = np.zeros(len(network.rows))
     maximum = maximise(relaxation, zeros, stop_above=beyond, out_of_time=progress.is_over)
     if maximum.bound >= beyond:
@@ -148,6 +168,12 @@ def _ceiling(network: Network) -> float:
 
     tops = {id(array): top(array) for array in (*network.costs.values(), *network.edges.values())}
     return network.constant + math.fsum(tops[id(array)] for array in (*network.costs.values(), *network.edges.values()))
+
+
+def _beyond(network: Network) -> float:
+    """A bound above which no choice is allowed, whatever the rounding."""
+    ceiling = _ceiling(network)
+    return ceiling + 1e-6 * abs(ceiling) + 1e-9
 
 
 def _rows_exceeded(problem: Problem, network: Network, maximum: Maximum, ceiling: float) -> Infeasible:

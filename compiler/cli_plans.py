@@ -212,11 +212,20 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def candidate_table(found: Found) -> Table:
-    """What a search tried, best first."""
+MOST_SHOWN = 25
+"""Rows of a kind that a table on the terminal has: searches for several sizes and stages try hundreds of plans."""
+
+
+def candidate_table(found: Found, most: int = MOST_SHOWN) -> Table:
+    """What a search tried, best first: at most ``most`` candidates, and as many of what was refused."""
     table = new_table("Plans", *CANDIDATE_COLUMNS)
-    for row in candidate_rows(found):
-        table.add_row(*row)
+    rows = candidate_rows(found)
+    count = len(rows) - len(found.refused)
+    for part, what in ((rows[:count], "that take longer"), (rows[count:], "refused")):
+        for row in part[:most]:
+            table.add_row(*row)
+        if len(part) > most:
+            table.add_row(f"and {len(part) - most} more {what}", "", "", "", "all: in the certificate of --out, and on --html")
     return table
 
 

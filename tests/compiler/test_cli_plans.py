@@ -9,7 +9,11 @@ import pytest
 import zoo
 
 from shardwright.compiler.cli import main
+from shardwright.compiler.cli_plans import candidate_table
 from shardwright.compiler.plan.plan import Plan
+from shardwright.policies.autodist.found import Candidate, Found
+from shardwright.policies.autodist.space import Placed
+from shardwright.runtime.layout import Mesh
 
 MODELS = """
 import sys
@@ -83,6 +87,19 @@ def test_the_stage_of_zero_and_the_size_of_a_microbatch_are_searched(run, tmp_pa
         ("--set pas_config.load_plan=a.json", "error: a search has no use for load_plan\n"),
     ):
         assert run(f"plan plan_models:make {ranks} {wrong}", expected=1).startswith(words)
+
+
+def test_a_long_table_says_what_it_leaves_out() -> None:
+    plan = Plan(Mesh((("tp", 2),)))
+    candidates = [Candidate(f"plan {i}", plan, float(i), (Placed(plan, 0.0, "", ""),)) for i in range(4)]
+    found = Found(others=candidates, refused={f"refused {i}": "too large" for i in range(3)})
+    table = candidate_table(found, most=2)
+    more = "all: in the certificate of --out, and on --html"
+    assert [list(column.cells) for column in (table.columns[0], table.columns[-1])] == [
+        ["plan 0", "plan 1", "and 2 more that take longer", "refused 0", "refused 1", "and 1 more refused"],
+        ["predicted", "predicted", more, "too large", "too large", more],
+    ]
+    assert candidate_table(found).row_count == 7
 
 
 def test_explain(run) -> None:  # type: ignore[no-untyped-def]

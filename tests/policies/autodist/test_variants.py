@@ -205,8 +205,8 @@ def found_by(seconds: Mapping[int, float]) -> Any:
         assert variant.zero_stage is not None
         if seconds[variant.zero_stage] < 0:
             raise KeyboardInterrupt
-        placed = Placed(Plan(planning.mesh_of("1")), 0.0, "none", "none")
-        return Found(audited=[Candidate("one rank", placed.plan, seconds[variant.zero_stage], placed)])
+        placed = Placed(Plan(planning.mesh_of("1")), 0.9 * seconds[variant.zero_stage], "none", "none")
+        return Found(bounds={"2 stages": 0.8 * seconds[variant.zero_stage]}, audited=[Candidate("one rank", placed.plan, seconds[variant.zero_stage], (placed,))])
 
     return one
 
@@ -230,6 +230,7 @@ def test_the_time_is_shared() -> None:
     assert [limit for limit, _ in given] == pytest.approx([20.0, 80 / 3, 40.0, 80.0], rel=0.05)
     assert [worth for _, worth in given] == [float("inf"), 2 * WORTH, WORTH, WORTH]
     assert [candidate.plan.zero_stage for candidate in found.audited] == [3, 1, 0, 2]
+    assert found.bounds["2 stages, ZeRO-1"] == 0.8 and found.bound_s == 0.4 and found.tried_mixed
     late = variants_of(config_of(1, 2)).search(one, 0.0)
     assert late.best is not None and late.best.plan.zero_stage == 0 and late.interrupted == "the time limit of 0 s"
     assert list(late.refused) == ["ZeRO-1", "ZeRO-2", "ZeRO-3"]

@@ -124,6 +124,7 @@ class Cutter:
             splits_backward=pace.schedule != "" and SCHEDULES[pace.schedule].splits_backward,
             between=messages,
             below_s=attempt.below_s,
+            limit_bytes=self.space.memory_bytes,
         )
 
     def _candidate(

@@ -27,11 +27,13 @@ class Frontier:
     """The Pareto points of computing some of the blocks again: bytes saved against seconds, both ascending.
 
     ``origin``: the point of ``before``, the frontier of one block less, that a point comes from; ``way``: in which way the last
-    block is computed again, counted from 1, or 0.
+    block is computed again, counted from 1, or 0. ``rounded``: by how many bytes at most a point saves more than it says.
     """
 
-    def __init__(self, saved: Array, cost: Array, origin: Array, way: Array, before: Frontier | None) -> None:
-        self.saved, self.cost = saved, cost
+    def __init__(
+        self, saved: Array, cost: Array, origin: Array, way: Array, before: Frontier | None, rounded: float = 0.0
+    ) -> None:
+        self.saved, self.cost, self.rounded = saved, cost, rounded
         self._origin, self._way, self._before = origin, way, before
 
     @classmethod
@@ -44,17 +46,19 @@ class Frontier:
         points = len(self.saved)
         saved = np.concatenate([self.saved, *(self.saved + way.saved_bytes for way in again)])
         cost = np.concatenate([self.cost, *(self.cost + way.time_s for way in again)])
+        rounded = self.rounded
         if len(saved) > FRONTIER_STEPS:
             step = saved.max() / FRONTIER_STEPS
             saved = np.floor(saved / step) * step
+            rounded += step
         order = np.lexsort((-saved, cost))
         best = np.maximum.accumulate(saved[order])
         kept = order[np.concatenate([[True], saved[order][1:] > best[:-1]])]
-        return Frontier(saved[kept], cost[kept], kept % points, kept // points, self)
+        return Frontier(saved[kept], cost[kept], kept % points, kept // points, self, rounded)
 
-    def cost_of(self, needed: float) -> float:
-        """The least seconds that save so many bytes; infinite if nothing does."""
-        index = self._point(needed)
+    def cost_of(self, needed: float, *, least: bool = False) -> float:
+        """The least seconds that save so many bytes; infinite if nothing does. ``least``: heeding that points are rounded."""
+        index = self._point(needed - self.rounded if least else needed)
         return float(self.cost[index]) if index < len(self.cost) else float("inf")
 
     def chosen(self, needed: float) -> list[tuple[int, int]]:

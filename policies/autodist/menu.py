@@ -38,7 +38,7 @@ class Tables:
     """All stages that one placement could have: arrays [start, stop] over blocks."""
 
     def __init__(self, blocks: Sequence[Block], num_microbatches: int, splits_backward: bool) -> None:
-        self.blocks, self.num_microbatches = blocks, num_microbatches
+        self.blocks, self.num_microbatches, self.fills_forward = blocks, num_microbatches, splits_backward
         self.work_s = ranges([b.forward_s + b.backward_s for b in blocks], np.inf)
         self.fill_s = ranges([b.forward_s for b in blocks], np.inf) if splits_backward else self.work_s
         self.once_s = ranges([b.once_s for b in blocks])
@@ -52,15 +52,19 @@ class Tables:
         """Seconds per microbatch, and seconds counted into the maximum, with ``count`` microbatches in flight, messages aside;
         infinite where the stage does not fit.
         """
-        time = self.work_s.copy()
-        lacking = self.held_bytes + count * self.activation_bytes - memory_bytes
-        time[self.least_bytes(count) > memory_bytes * (1 + 1e-12)] = np.inf
-        for start, stop in zip(*np.nonzero(np.isfinite(time) & (lacking > 0)), strict=True):
-            time[start, stop] += self._frontier(start, stop).cost_of(lacking[start, stop] / count)
+        time = self.work_s + self.again_s(count, memory_bytes)
         counted = self.once_s.copy()
         if self.num_microbatches > 1:
             counted += (self.num_microbatches - 1) * time
         return time, counted
+
+    def again_s(self, count: int, memory_bytes: float, *, least: bool = False) -> Array:
+        """Seconds per microbatch of what a stage has to compute again; infinite where it does not fit. ``least``: no less."""
+        found = np.where(self.least_bytes(count) > memory_bytes * (1 + 1e-12), np.inf, 0.0)
+        lacking = self.held_bytes + count * self.activation_bytes - memory_bytes
+        for start, stop in zip(*np.nonzero(np.isfinite(self.work_s) & np.isfinite(found) & (lacking > 0)), strict=True):
+            found[start, stop] = self._frontier(start, stop).cost_of(lacking[start, stop] / count, least=least)
+        return found
 
     def recomputed(self, start: int, stop: int, count: int, memory_bytes: float) -> tuple[tuple[int, int], ...]:
         """Which blocks of a stage are computed again so that it fits, and in which way."""

@@ -16,8 +16,9 @@ Method: for a limit on the second term, the least first term is a shortest path 
 stage), stage by stage, solved as min-plus products (:meth:`_Paths.least_sum`). Lowering the limit below each solution's own
 maximum enumerates the Pareto points of the two terms, until no later one can be better: so the best sum is found exactly.
 What a stage computes again is a knapsack, solved by Pareto frontiers (:mod:`shardwright.policies.autodist.frontier`). The
-bound drops memory and messages and takes what no schedule can avoid (:meth:`_Paths.bound`): stage ``k`` works ``m w_k``, after
-the first microbatch has come through the stages before it and before its gradient has gone back.
+bound drops messages and takes what no such schedule can avoid (:meth:`_Paths.bound`): stage ``k`` works ``m w_k``, with what
+it must compute again to fit, after the first microbatch has come through the stages before it and before its gradient has gone
+back.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Split:
-    """The best stages under the model. No split into as many stages of these menus, on any schedule, takes less than
-    ``bound_s``. ``used_bytes``: of the stage that takes most.
+    """The best stages under the model. No split into as many stages of these menus, on any schedule with as many microbatches in
+    flight, takes less than ``bound_s``. ``used_bytes``: of the stage that takes most.
     """
 
     stages: tuple[Stage, ...]
@@ -116,12 +117,14 @@ def split_stages(
     splits_backward: bool = False,
     between: Between | None = None,
     below_s: float = float("inf"),
+    limit_bytes: float | None = None,
 ) -> Split | NoFit | NoGain:
     """The best split into exactly ``num_stages``.
 
     ``menus``: the placements that stages may have, all with the same blocks. ``splits_backward``: the schedule puts off
     gradients of weights, so that the bound may count on forwards only before and after a stage's own work. ``between``:
     messages and where stages may lie; without it messages take no time. ``below_s``: what takes longer is of no interest.
+    ``limit_bytes``: what a stage may take at all, where that is more than ``memory_bytes``; the bound is of all such splits.
     """
     tables = [Tables(menu.blocks, num_microbatches, splits_backward) for menu in menus]
     paths = _Paths(menus, tables, num_devices, num_stages, num_microbatches, between)
@@ -132,7 +135,9 @@ def split_stages(
     by_count = {count: [table.priced(count, memory_bytes) for table in tables] for count in dict.fromkeys(counts)}
     found = paths.best([by_count[count] for count in counts], below_s)
     if found is None:
-        return NoFit(paths.least_memory(counts)) if below_s == float("inf") else NoGain(paths.bound(below_s))
+        if below_s == float("inf"):
+            return NoFit(paths.least_memory(counts))
+        return NoGain(paths.bound(below_s, counts, memory_bytes if limit_bytes is None else limit_bytes))
     cost, path = found
     stages, used = [], 0.0
     for count, (start, stop, index) in zip(counts, path, strict=True):
@@ -140,7 +145,8 @@ def split_stages(
         recomputed = table.recomputed(start, stop, count, memory_bytes)
         stages.append(Stage(start, stop, menus[index].num_devices, index, recomputed))
         used = max(used, table.used_bytes(start, stop, recomputed, count))
-    return Split(tuple(stages), float(cost), min(float(cost), paths.bound(float(cost))), used)
+    bound = paths.bound(float(cost), counts, memory_bytes if limit_bytes is None else limit_bytes)
+    return Split(tuple(stages), float(cost), min(float(cost), bound), used)
 
 
 def may_take_less(
@@ -156,6 +162,14 @@ Priced = Sequence[tuple[Array, Array]]
 
 Path = list[tuple[int, int, int]]
 """``(start, stop, menu)`` from the first stage to the last."""
+
+
+OwnAndFill = tuple[list[Array], list[Array]]
+"""By menu, what counts of a stage itself and of a stage before it."""
+
+
+def _added(a: Sequence[Array], b: Sequence[Array]) -> list[Array]:
+    return [first + second for first, second in zip(a, b, strict=True)]
 
 
 class _Paths:
@@ -284,29 +298,31 @@ class _Paths:
 
     # ------------------------------------------------------------------------------------------------------- bounds
 
-    def bound(self, upper: float) -> float:
-        """What no split can avoid, memory and messages aside: the larger of the least ``max_k m w_k + u_k``, and the least
-        ``max_k sum_{j<k} fill_j + m w_k`` (a stage's ``u_k`` comes while gradients go back through the stages before it).
-        Found by bisection below ``upper``, where one of them ends if they are larger.
+    def bound(self, upper: float, counts: Sequence[int], memory_bytes: float) -> float:
+        """What no split can avoid, messages aside: the larger of the least ``max_k m w_k + u_k``, and the least
+        ``max_k sum_{j<k} fill_j + m w_k`` (a stage's ``u_k`` comes while gradients go back through the stages before it), with
+        what a stage has to compute again so that it fits, ``counts[k]`` microbatches at once. Found by bisection below
+        ``upper``, where one of them ends if they are larger.
         """
+        tables = self._with_again(counts, memory_bytes)
         low, high = 0.0, upper
-        if not self.can_keep(high):
+        if not self._keep(tables, high):
             return upper
         while high - low > 1e-7 * high:
             middle = (low + high) / 2
-            if self.can_keep(middle):
+            if self._keep(tables, middle):
                 high = middle
             else:
                 low = middle
         return low
 
     def can_keep(self, limit: float) -> bool:
-        """Whether neither bound is above ``limit``."""
-        return all(self._keeps(own, fill, limit) for own, fill in self._bound_tables)
+        """Whether neither bound is above ``limit``, memory aside."""
+        return self._keep([[kind] * self.num_stages for kind in self._bound_tables], limit)
 
     @functools.cached_property
-    def _bound_tables(self) -> list[tuple[list[Array], list[Array]]]:
-        """For each of the two bounds and by menu, what counts of a stage itself and of those before another."""
+    def _bound_tables(self) -> list[OwnAndFill]:
+        """For each of the two bounds, what counts of a stage itself and of those before another, memory aside."""
         alone, work, fill = [], [], []
         for index, table in enumerate(self.tables):
             less = np.zeros_like(table.work_s) if self.between is None else self.between.relief_s(index)
@@ -316,13 +332,31 @@ class _Paths:
         nothing = [np.where(np.isfinite(own), 0.0, np.inf) for own in alone]
         return [(alone, nothing), (work, fill)]
 
-    def _keeps(self, own: Sequence[Array], fill: Sequence[Array], limit: float) -> bool:
+    def _with_again(self, counts: Sequence[int], memory_bytes: float) -> list[list[OwnAndFill]]:
+        """The same by stage, with what has to be computed again."""
+        (alone, nothing), (work, fill) = self._bound_tables
+        by_count: dict[int, tuple[OwnAndFill, OwnAndFill]] = {}
+        for count in dict.fromkeys(counts):
+            again = [table.again_s(count, memory_bytes, least=True) for table in self.tables]
+            longer = [self.num_microbatches * seconds for seconds in again]
+            before = [
+                own + np.where(np.isfinite(seconds), 0.0 if table.fills_forward else seconds, np.inf)
+                for own, seconds, table in zip(fill, again, self.tables, strict=True)
+            ]
+            by_count[count] = (_added(alone, longer), nothing), (_added(work, longer), before)
+        return [[by_count[count][kind] for count in counts] for kind in range(2)]
+
+    def _keep(self, tables: Sequence[Sequence[OwnAndFill]], limit: float) -> bool:
+        """Whether no bound is above ``limit``; ``tables``: by bound and stage."""
+        return all(self._keeps(stages, limit) for stages in tables)
+
+    def _keeps(self, stages: Sequence[OwnAndFill], limit: float) -> bool:
         """Whether a split exists with ``sum_{j<k} fill_j + own_k`` at most ``limit`` for all stages: the least sum of the
         stages before decides whether the next one keeps within it.
         """
         before = np.full((self.num_blocks + 1, self.num_lots + 1), np.inf)
         before[0, 0] = 0.0
-        for _ in range(self.num_stages):
+        for own, fill in stages:
             following = np.full_like(before, np.inf)
             for index, used in self._places({-1: before}):
                 start, stop = before[:, used], used + self.sizes[index]

@@ -11,13 +11,15 @@ import pytest
 
 from shardwright.compiler.schedule.generate import generate
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
-from shardwright.policies.autodist.frontier import Again, Array
-from shardwright.policies.autodist.menu import Block, Menu
+from shardwright.policies.autodist import frontier
+from shardwright.policies.autodist.frontier import FRONTIER_STEPS, Again, Array
+from shardwright.policies.autodist.menu import Block, Menu, Tables
 from shardwright.policies.autodist.stages import (
     NoFit,
     NoGain,
     Split,
     Stage,
+    _Paths,
     all_at_once,
     one_forward_one_backward,
     split_stages,
@@ -149,6 +151,33 @@ def test_a_split_is_the_best_of_all(seed: int) -> None:
     dearer = split_stages(menus, num_devices, num_stages, num_microbatches, **given, below_s=expected * 0.999)
     assert isinstance(dearer, NoGain)
     assert dearer.bound_s == pytest.approx(min(found.bound_s, expected * 0.999), rel=1e-6)
+
+
+@pytest.mark.parametrize("steps", [4, FRONTIER_STEPS])
+def test_no_split_that_fits_is_below_the_bound(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory binds, on frontiers of rounded points too; and often the bound is above that without a limit."""
+    monkeypatch.setattr(frontier, "FRONTIER_STEPS", steps)
+    fits = tighter = 0
+    for seed in range(150):
+        rng = random.Random(seed)
+        num_blocks, num_stages, num_microbatches = rng.randint(2, 5), rng.randint(1, 3), rng.randint(1, 6)
+        sizes = rng.choices([1, 2], k=rng.randint(1, 2))
+        menus = random_menus(rng, num_blocks, sizes, alike=rng.random() < 0.5)
+        messages = Messages(rng, num_blocks, len(menus), set()) if rng.random() < 0.5 else None
+        num_devices = rng.choice(sizes) * num_stages
+        in_flight = rng.choice([one_forward_one_backward, all_at_once])(num_microbatches)
+        memory = sum(b.held_bytes + 2 * b.activation_bytes for b in menus[0].blocks) * rng.uniform(0.2, 0.8)
+        expected = brute_force(menus, num_devices, num_stages, num_microbatches, memory, in_flight, messages)
+        if expected == float("inf"):
+            continue
+        fits += 1
+        counts = [in_flight(place) for place in range(num_stages, 0, -1)]
+        tables = [Tables(menu.blocks, num_microbatches, rng.random() < 0.3) for menu in menus]
+        paths = _Paths(menus, tables, num_devices, num_stages, num_microbatches, messages)
+        bound = paths.bound(10 * expected, counts, memory)
+        assert bound <= expected * (1 + 1e-9)
+        tighter += bound > paths.bound(10 * expected, counts, float("inf")) * (1 + 1e-6)
+    assert fits > 60 and tighter > fits / 4
 
 
 def test_equal_blocks_on_equal_devices_meet_the_formula_of_1f1b() -> None:

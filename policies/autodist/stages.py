@@ -50,8 +50,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Split:
-    """The best stages under the model. No split into as many stages of these menus, on any schedule with as many microbatches in
-    flight, takes less than ``bound_s``. ``used_bytes``: of the stage that takes most.
+    """The best stages under the model. No split into as many stages of these menus takes less than ``bound_s``, on any schedule
+    with as many microbatches in flight. ``used_bytes``: of the stage that takes most.
     """
 
     stages: tuple[Stage, ...]

@@ -206,7 +206,10 @@ def found_by(seconds: Mapping[int, float]) -> Any:
         if seconds[variant.zero_stage] < 0:
             raise KeyboardInterrupt
         placed = Placed(Plan(planning.mesh_of("1")), 0.9 * seconds[variant.zero_stage], "none", "none")
-        return Found(bounds={"2 stages": 0.8 * seconds[variant.zero_stage]}, audited=[Candidate("one rank", placed.plan, seconds[variant.zero_stage], (placed,))])
+        return Found(
+            bounds={"2 stages": 0.8 * seconds[variant.zero_stage]},
+            audited=[Candidate("one rank", placed.plan, seconds[variant.zero_stage], (placed,))],
+        )
 
     return one
 

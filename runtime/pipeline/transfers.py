@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shardwright.runtime.communicator import Work
 from shardwright.runtime.counters import Phase
+from shardwright.runtime.errors import UsageError
 from shardwright.runtime.messages import Messages, Sending
 from shardwright.runtime.pipeline.segment import Segment, Transfer, box_shape, part
 from shardwright.runtime.schedule import ActionKind, Payload, ScheduleAction
@@ -222,6 +223,8 @@ class Exchange:
         """Start to send this rank's tensor of ``transfer`` to all ranks that need a part of it."""
         payload = PAYLOADS[action.kind]
         x = x.detach()
+        if x.dtype != transfer.dtype and x.device.type != "cpu":
+            raise _other_dtype(action, transfer, x)
         assert x.shape == transfer.shape and x.dtype == transfer.dtype, (
             f"{transfer.name!r} of {action} is {x.dtype}{list(x.shape)}, not {transfer.dtype}{list(transfer.shape)}"
         )
@@ -277,6 +280,15 @@ class Exchange:
         work = self._messages.receive_(received, self._to_world(peer), what, phase=_phase(arrival.payload))
         buffer.parts.append(_Part(work, staging, box, peer, action))
         self._posted[peer, arrival] = self._posted.get((peer, arrival), 0) + 1
+
+
+def _other_dtype(action: ScheduleAction, transfer: Transfer, x: Tensor) -> UsageError:
+    dtype, traced = (str(dtype).removeprefix("torch.") for dtype in (x.dtype, transfer.dtype))
+    return UsageError(
+        f"{transfer.name!r}, which {action} sends to another stage, is {dtype} on {x.device} and was {traced} when it was traced",
+        why=f"autocast computes more operators in float32 on {x.device.type} than on a CPU, whose list tracing knows",
+        hint=f"settle its dtype in the model, as with `.to(torch.{dtype})`, or cut the stages elsewhere",
+    )
 
 
 class _Pieces(NamedTuple):

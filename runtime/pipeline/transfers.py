@@ -285,7 +285,7 @@ class Exchange:
 def _other_dtype(action: ScheduleAction, transfer: Transfer, x: Tensor) -> UsageError:
     dtype, traced = (str(dtype).removeprefix("torch.") for dtype in (x.dtype, transfer.dtype))
     return UsageError(
-        f"{transfer.name!r}, which {action} sends to another stage, is {dtype} on {x.device} and was {traced} when it was traced",
+        f"{transfer.name!r}, which {action} sends to another stage, is {dtype} on {x.device} and was traced as {traced}",
         why=f"autocast computes more operators in float32 on {x.device.type} than on a CPU, whose list tracing knows",
         hint=f"settle its dtype in the model, as with `.to(torch.{dtype})`, or cut the stages elsewhere",
     )

@@ -57,7 +57,8 @@ class Request:
 
     def wish(self, op: str = "") -> Wish:
         """The placement behind the best plan, of the stage of an operator, for speed alone."""
-        return Wish(self.mesh(op), self.options.num_microbatches or self.options.update_freq or 1)
+        mesh = self.mesh(op)
+        return Wish(mesh, tuple(range(mesh.size)), self.options.num_microbatches or self.options.update_freq or 1)
 
 
 def explain_operator(request: Request, name: str) -> list[Choice]:

@@ -14,10 +14,13 @@ from shardwright.runtime.layout import Mesh
 
 @dataclass(frozen=True)
 class Opening:
-    """A mesh of one position with the model placed on it for speed alone. ``others``: what may be asked besides."""
+    """A mesh of one position with the model placed on it for speed alone, on the ranks of the first position. ``pp_place``:
+    before which of its axes the pipeline axis stands. ``others``: what may be asked besides.
+    """
 
     num_positions: int
     mesh: Mesh
+    pp_place: int
     free: Placed
     others: tuple[Wish, ...]
 

@@ -39,7 +39,7 @@ RanksOf = Callable[[int, int], tuple[int, ...]]
 @dataclass(frozen=True, eq=False)
 class Boundary:
     """``[start, stop]`` for the stage after it: seconds of messages ``there_s`` and ``back_s``, of adapters ``sent_s`` that the
-    stage before has more, and ``taken_s`` that the stage after has more (or, below 0, less).
+    stage before has more, and ``taken_s`` that the stage after has more; or less, where they are below 0.
     """
 
     there_s: Array
@@ -105,10 +105,11 @@ class Messages:
         return self.boundary(before, after, device).total_s
 
     def relief_s(self, menu: int) -> Array:
-        """What the boundary before a stage can save of its adapters."""
+        """What the boundaries before and after a stage can save of its adapters."""
         if menu not in self._relief:
             taken = [self._table(functools.partial(self._taken_s, before, menu)) for before in range(len(self.walks))]
-            self._relief[menu] = np.minimum.reduce([np.minimum(table, 0.0) for table in taken])
+            sent = np.minimum(self._table(functools.partial(self._sent_s, menu)), 0.0).min(axis=1)
+            self._relief[menu] = np.minimum(np.minimum.reduce(taken), 0.0) + sent[None, :]  # what ends where another begins
         return self._relief[menu]
 
     def fits(self, menu: int, device: int) -> bool:
@@ -165,13 +166,13 @@ class Messages:
         return self._seconds[key]
 
     def _sent_s(self, before: int, index: int, reach: _Reach) -> float:
-        """The copy that the stage before makes to send it, beside those of its own readers."""
+        """The copies that the stage before makes for its own readers and to send it, instead of those in the program."""
         view, value = self._views[before][index], self._flows[index].value
         if value.kind is ValueKind.INPUT:
             return 0.0
         own = view.needs[: reach.first]
-        with_copy = self._tree_s(before, value, view.made, (*own, self._sent_as(before, index)))
-        return with_copy - self._tree_s(before, value, view.made, own)
+        copies = self._tree_s(before, value, view.made, (*own, self._sent_as(before, index)))
+        return copies - sum(seconds for place, seconds in view.adapters if place < reach.begin)
 
     def _taken_s(self, before: int, after: int, index: int, reach: _Reach) -> float:
         """The copies that readers make of what arrives, instead of those in the whole model's program."""

@@ -170,7 +170,7 @@ def search_variants(variants: Variants, options: AutodistOptions, hardware: Hard
         PlanError: constraints or stages that the model does not have.
     """
     times = load_times(options.hardware)
-    pricings: dict[Mesh, Pricing] = {}
+    pricings: Pricings = {}
 
     def one(variant: Variant, time_limit_s: float, worth_s: float) -> Found:
         chosen = options_of(variant, options, time_limit_s)
@@ -231,6 +231,7 @@ def _space(graph: PlannableGraph, config: ComputeConfig, options: AutodistOption
         recompute=options.recompute,
         memory_bytes=limit,
         mixed=options.mesh is None,
+        pp_place=None if config.rank_order is None else _pp_place(config.rank_order),
     )
 
 
@@ -256,6 +257,12 @@ def _meshes(config: ComputeConfig, options: AutodistOptions) -> Mapping[int, lis
         sizes = sorted({*sizes, *stage_sizes(config.plan_ngpus)})
     found = {size: meshes(size, options.max_axes) for size in sizes}
     return {size: [m for m in listed if all(n <= most for _, n in m.axes)] for size, listed in found.items()}
+
+
+def _pp_place(rank_order: str) -> int | None:
+    """Before which axis of the mesh the order has the pipeline axis; None if it does not say."""
+    names = rank_order.split("-")
+    return names.index("pp") if "pp" in names else None
 
 
 def _ordered(mesh: Mesh, names: list[str]) -> Mesh:
@@ -313,6 +320,9 @@ TARGET_GAP, LARGE = 5e-3, 256
 the time is for all of them. On a mesh that is given, and for smaller models, placements are made as good as time allows.
 """
 
+Pricings = dict[tuple[Mesh, tuple[int, ...]], Pricing]
+"""By mesh and the ranks that it lies on, what does not change between placements."""
+
 SHARE = 0.02
 """Of the time limit, for a placement that need not be better."""
 
@@ -327,11 +337,11 @@ class Placer:
         options: AutodistOptions,
         hardware: Hardware,
         times: OperatorTimes | None = None,
-        pricings: dict[Mesh, Pricing] | None = None,
+        pricings: Pricings | None = None,
     ) -> None:
         self.graph, self.config, self.options, self.hardware, self.times = graph, config, options, hardware, times
         self._deadline = time.monotonic() + options.time_limit_s
-        self._pricings: dict[Mesh, Pricing] = {} if pricings is None else pricings
+        self._pricings: Pricings = {} if pricings is None else pricings
 
     def request(self, wish: Wish) -> PlacementRequest:
         """What a wish asks of the placement, with what the options fix."""
@@ -340,7 +350,7 @@ class Placer:
         return PlacementRequest(
             self.graph,
             wish.mesh,
-            tuple(range(wish.mesh.size)),
+            wish.ranks,
             self.hardware,
             self.config,
             memory_limit_bytes=wish.memory_bytes,
@@ -356,7 +366,7 @@ class Placer:
 
     def __call__(self, wish: Wish) -> Placed:
         request = self.request(wish)
-        pricing = self._pricings.setdefault(wish.mesh, Pricing(request))
+        pricing = self._pricings.setdefault((wish.mesh, wish.ranks), Pricing(request))
         found = place(request, pricing=pricing)
         if isinstance(found, Infeasible):
             raise PlanError("no placement fits", why=_too_large(found, request, pricing))
@@ -368,7 +378,7 @@ class Placer:
     def least_s(self, wish: Wish) -> float:
         """Seconds per step that no plan for a wish with memory is below; what may be computed again is as the options say."""
         request = self.request(wish)
-        pricing = self._pricings.setdefault(wish.mesh, Pricing(request))
+        pricing = self._pricings.setdefault((wish.mesh, wish.ranks), Pricing(request))
         return least_step_s(request, pricing, again=self.options.recompute is None)
 
 

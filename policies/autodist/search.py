@@ -33,12 +33,13 @@ from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.zero import units_of_storage
-from shardwright.policies.autodist.candidates import Pace, divisors, paces, stage_sizes
+from shardwright.policies.autodist.candidates import Pace, divisors, paces, position_ranks, stage_sizes
 from shardwright.policies.autodist.cutting import Cutter
 from shardwright.policies.autodist.found import INTERRUPT, Attempt, Candidate, Found, Offer, Opening
 from shardwright.policies.autodist.mixing import AUDITS, MAX_POSITIONS, offered
 from shardwright.policies.autodist.space import Least, Placed, Placer, Space, Wish
 from shardwright.policies.autodist.stages import NoFit, NoGain
+from shardwright.policies.autodist.tiers import lie
 from shardwright.policies.autodist.walk import Setting, Walk
 from shardwright.policies.autodist.wishes import wishes
 from shardwright.policies.autodist.words import mesh_title, paced_title, too_large
@@ -91,7 +92,9 @@ class Search:
                     self._end_by_time()
                     break
             self._try_all(openings)
-            self._try_mixed(openings)
+            if not self._is_late():
+                self._try_inner(openings)
+                self._try_mixed(openings)
         except KeyboardInterrupt:
             if not openings:
                 raise
@@ -127,7 +130,7 @@ class Search:
             if self.found.interrupted is not None:
                 break
         for opening in waiting:
-            title = mesh_title(opening.num_positions, opening.free.plan.mesh)
+            title = mesh_title(opening.num_positions, opening.free.plan.mesh, opening.pp_place)
             self.found.refused[title] = f"every plan on it takes at least {opening.bound_s * 1e3:.6g} ms"
 
     def _best_s(self) -> float:
@@ -136,26 +139,50 @@ class Search:
 
     # -------------------------------------------------------------------------------------------- candidates
 
-    def _meshes(self) -> Iterable[tuple[int, Mesh]]:
-        """Numbers of positions and the meshes of one; without a pipeline first."""
+    def _meshes(self) -> Iterable[tuple[int, Mesh, int]]:
+        """Numbers of positions, the meshes of one, and where the pipeline axis stands; without a pipeline first."""
         for number in divisors(self.config.plan_ngpus):
             if number == (self.space.num_positions or number) and self._may_have(number):
                 for mesh in self.space.meshes.get(self.config.plan_ngpus // number, ()):
-                    yield number, mesh
+                    yield number, mesh, min(self.space.pp_place or 0, len(mesh.axes)) if number > 1 else 0
 
     def _may_have(self, num_positions: int) -> bool:
         return num_positions == 1 or (self.config.use_end2end and num_positions <= len(self.graph.ops))
 
     def _openings(self) -> Iterable[Opening]:
         """Every mesh with the model placed on it for speed alone."""
-        for num_positions, mesh in self._meshes():
-            listed = iter(wishes(self.graph, self.space, num_positions, mesh))
-            free = self._placed(next(listed), mesh_title(num_positions, mesh))
-            others = tuple(listed)
-            if free is not None and others and self.least is not None:
-                free = _bounded(free, self.least(others[0]))
-            if free is not None:
-                yield Opening(num_positions, mesh, free, others)
+        return filter(None, itertools.starmap(self._opening, self._meshes()))
+
+    def _opening(self, num_positions: int, mesh: Mesh, pp_place: int) -> Opening | None:
+        ranks = position_ranks(mesh, num_positions, pp_place)[0]
+        first, *others = wishes(self.graph, self.space, num_positions, mesh, ranks)
+        free = self._placed(first, mesh_title(num_positions, mesh, pp_place))
+        if free is not None and others and self.least is not None:
+            free = _bounded(free, self.least(others[0]))
+        return None if free is None else Opening(num_positions, mesh, pp_place, free, tuple(others))
+
+    def _try_inner(self, openings: Sequence[Opening]) -> None:
+        """The pipeline axis further inside, wherever that puts some ranks on other tiers of the machine. Meshes are tried whose
+        bound is below the best plan: their own axes lie on no slower tiers where the pipeline axis is outermost.
+        """
+        inner: list[Opening] = []
+        for opening in sorted(openings, key=lambda opening: opening.bound_s):
+            for place in self._inner_places(opening) if self.space.pp_place is None else ():
+                if opening.bound_s >= self._best_s() or self._is_late():
+                    break
+                found = self._opening(opening.num_positions, opening.mesh, place)
+                inner += [] if found is None else [found]
+        if inner:
+            self._try_all(inner)
+
+    def _inner_places(self, opening: Opening) -> list[int]:
+        """One for every way in which the ranks of all positions can lie on the tiers, but for the outermost."""
+        number, mesh = opening.num_positions, opening.mesh
+        found: dict[bytes, int] = {}
+        for place in range(len(mesh.axes) + 1 if number > 1 else 1):
+            ranks = itertools.chain.from_iterable(position_ranks(mesh, number, place))
+            found.setdefault(lie(self.hardware, tuple(ranks)), place)
+        return [place for place in found.values() if place]
 
     def _placed(self, wish: Wish, title: str) -> Placed | None:
         """The placement that is wished for; None, and why it cannot be among what is refused."""
@@ -170,7 +197,8 @@ class Search:
         layers computed again.
         """
         space, num_positions, mesh = self.space, opening.num_positions, opening.mesh
-        title = mesh_title(num_positions, mesh)
+        place, ranks = opening.pp_place, position_ranks(mesh, num_positions, opening.pp_place)[0]
+        title = mesh_title(num_positions, mesh, place)
         seen: list[Plan] = []
         for wish in (None, *opening.others):
             placed = opening.free if wish is None else self._placed(wish, title)
@@ -181,10 +209,10 @@ class Search:
             seen.append(placed.plan)
             # what is computed again, and when, is free
             placed = replace(placed, bound_s=opening.free.bound_s, proof=opening.free.proof)
-            title = mesh_title(num_positions, placed.plan.mesh)  # its axes may have better names by now
-            offer = self._offer(placed)
+            title = mesh_title(num_positions, placed.plan.mesh, place)  # its axes may have better names by now
+            offer = self._offer(placed, ranks)
             tried = [
-                self._try(Attempt(paced_title(title, pace), (offer,), num_positions, pace), space.memory_bytes)
+                self._try(Attempt(paced_title(title, pace), (offer,), num_positions, pace, place), space.memory_bytes)
                 for pace in self._paces(num_positions)
             ]
             self.found.others += filter(None, tried)
@@ -250,21 +278,22 @@ class Search:
         best = self.found.best
         most = 2 if best is None or best.plan.recompute else 1  # for the memory too, where that binds
         for mesh in itertools.chain.from_iterable(self.space.meshes[size] for size in further):
-            listed = wishes(self.graph, self.space, max(2, whole // mesh.size), mesh)
+            listed = wishes(self.graph, self.space, max(2, whole // mesh.size), mesh, tuple(range(mesh.size)))
             placed = [self._placed(wish, mesh_title(1, mesh)) for wish in itertools.islice(listed, most) if not self._is_late()]
             self._lower_all(filter(None, placed))
 
     def _lower_all(self, placements: Iterable[Placed]) -> None:
         for placed in placements:
             if not self._is_late():
-                self._offer(placed)
+                self._offer(placed, tuple(range(placed.plan.mesh.size)))
 
-    def _offer(self, placed: Placed) -> Offer:
-        """A placement lowered, to be offered again where stages differ."""
-        ranks = tuple(range(placed.plan.mesh.size))
+    def _offer(self, placed: Placed, ranks: tuple[int, ...]) -> Offer:
+        """A placement lowered; if it is for the first ranks, to be offered again where stages differ."""
         setting = Setting(self.hardware, self.config, ranks, self.optimizer, self.times, self.space.num_microbatches)
-        self.offers.append(Offer(placed, Walk(lower(self.graph, placed.plan), setting)))
-        return self.offers[-1]
+        offer = Offer(placed, Walk(lower(self.graph, placed.plan), setting))
+        if ranks == tuple(range(placed.plan.mesh.size)):
+            self.offers.append(offer)
+        return offer
 
     def _over_units(self, placed: Placed) -> Placed:
         """With parameters stored over the units where the config has ZeRO-3: so the program will be."""

@@ -23,13 +23,14 @@ class Placed:
 
 @dataclass(frozen=True)
 class Wish:
-    """What is to be placed: the whole model on a mesh over the first ranks of the unit.
+    """What is to be placed: the whole model on a mesh over some ranks of the unit, in its order.
 
     ``memory_bytes``: what all of it may take on a rank, with ``in_flight`` microbatches' activations; those of ``recompute``
     are computed again.
     """
 
     mesh: Mesh
+    ranks: tuple[int, ...]
     num_microbatches: int
     memory_bytes: float | None = None
     in_flight: int = 1
@@ -51,6 +52,7 @@ class Space:
 
     ``num_positions``: pipeline positions; 1 is no pipeline. ``meshes``: of the ranks of one position, by their number.
     ``mixed``: whether stages may differ in placement and number of ranks, where the schedule has one for each position.
+    ``pp_place``: before which axis of the mesh the pipeline axis stands; 0 is outermost.
     ``recompute``: module paths computed again, whatever the memory; ``None``: layers, as few as memory asks for. ``audits``:
     how many candidates are audited at once; ``near``: only those predicted to take that many times what the best takes, or
     less; ``worth_s``: none that is predicted to take longer.
@@ -68,3 +70,4 @@ class Space:
     worth_s: float = float("inf")
     near: float = 1.1
     mixed: bool = True
+    pp_place: int | None = None

@@ -88,7 +88,7 @@ class Between(Protocol):
         ...
 
     def relief_s(self, menu: int) -> Array:
-        """``[start, stop]``, at most 0: what the boundary before a stage can save of its work."""
+        """``[start, stop]``, at most 0: what the boundaries around a stage can save of its work."""
         ...
 
     def fits(self, menu: int, device: int) -> bool:

@@ -10,16 +10,16 @@ from shardwright.policies.autodist.space import Space, Wish
 from shardwright.runtime.layout import Mesh
 
 
-def wishes(graph: IRGraph, space: Space, num_positions: int, mesh: Mesh) -> Iterable[Wish]:
+def wishes(graph: IRGraph, space: Space, num_positions: int, mesh: Mesh, ranks: tuple[int, ...]) -> Iterable[Wish]:
     """The whole model for speed alone; for the memory of all positions too; and that with all layers computed again."""
     given = tuple(space.recompute or ())
-    yield Wish(mesh, space.num_microbatches, recompute=given)
+    yield Wish(mesh, ranks, space.num_microbatches, recompute=given)
     if space.memory_bytes < float("inf"):
         # The first of the positions has as many microbatches in flight as there are positions, and a share of the model.
         memory, in_flight = space.memory_bytes * num_positions, min(num_positions, space.num_microbatches)
-        yield Wish(mesh, space.num_microbatches, memory, in_flight, given)
+        yield Wish(mesh, ranks, space.num_microbatches, memory, in_flight, given)
         if space.recompute is None:
             layers = layer_blocks(graph)[1]
             every = tuple(dict.fromkeys(f"{layer_list(path)}.*" for path in layers.values()))
             if every:
-                yield Wish(mesh, space.num_microbatches, memory, in_flight, every)
+                yield Wish(mesh, ranks, space.num_microbatches, memory, in_flight, every)

@@ -32,6 +32,15 @@ def slow_machine(num_devices: int, *, bytes_per_s: float = 1e8) -> Hardware:
     return replace(found, name="slow", device=device, tiers=tiers)
 
 
+@functools.cache
+def two_nodes(num_devices: int = 4, *, bytes_per_s: float) -> Hardware:
+    """Such devices in two nodes, and between these links of some rate."""
+    found = slow_machine(num_devices)
+    inside = replace(found.tiers[0], name="inside", sizes=(num_devices // 2,) * 2)
+    outside = replace(inside, name="between", sizes=(num_devices,), bytes_per_s=bytes_per_s)
+    return replace(found, name="two nodes", tiers=(inside, outside))
+
+
 def mesh_of(text: str) -> Mesh:
     """``"2x2"`` as a mesh of axes x, y, z."""
     return Mesh(tuple(zip("xyz", map(int, text.split("x")), strict=False)))

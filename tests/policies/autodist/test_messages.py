@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
-from planning import slow_machine
+from planning import slow_machine, two_nodes
 from plans import zoo_graph
 
 from shardwright.compiler.cost.body_time import body_time
@@ -25,9 +25,10 @@ from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction
 from shardwright.policies.autodist.blocks import block_costs
+from shardwright.policies.autodist.candidates import Pace, position_ranks, staged
 from shardwright.policies.autodist.chain import block_starts
 from shardwright.policies.autodist.joining import joined
-from shardwright.policies.autodist.messages import Messages
+from shardwright.policies.autodist.messages import Boundary, Messages
 from shardwright.policies.autodist.placement import place
 from shardwright.policies.autodist.request import PlacementRequest
 from shardwright.policies.autodist.solver.problem import Infeasible
@@ -43,7 +44,7 @@ RATES = (1e6, 1e8)
 def walks(name: str) -> tuple[Walk, ...]:
     """Placements of a model on several meshes, best for machines of several rates, two of them on one mesh."""
     found = []
-    for sizes, rate in itertools.product(((2,), (3,)) if name == "gpt2" else ((2,), (3,), (2, 2)), RATES):
+    for sizes, rate in itertools.product(((2,), (3,), (2, 2)), RATES):
         mesh = Mesh(tuple(zip("xy", sizes, strict=False)))
         config = ComputeConfig(plan_ngpus=mesh.size, runtime_ngpus=mesh.size, outputs="loss")
         ranks = tuple(range(mesh.size))
@@ -66,7 +67,7 @@ def graph(name: str) -> PlannableGraph:
 SLOW = [pytest.param(name, seed, marks=pytest.mark.slow) for name in ("gpt2", "t5", "unet") for seed in range(6)]
 
 
-@pytest.mark.parametrize(("name", "seed"), [("gpt2", 1), *SLOW])
+@pytest.mark.parametrize(("name", "seed"), [("mlp", 0), ("mlp", 1), *SLOW])
 def test_stages_and_messages_take_what_the_audit_says(name: str, seed: int) -> None:
     rng = random.Random(seed)
     offers = walks(name)
@@ -77,24 +78,55 @@ def test_stages_and_messages_take_what_the_audit_says(name: str, seed: int) -> N
     sizes = [offer.mesh.size for offer in offers]
     messages = Messages(offers, starts, lambda menu, device: tuple(range(device, device + sizes[menu])))
     boundary = messages.boundary(menus[0], menus[1], sizes[menus[0]])
-    costs = [block_costs(offers[menu], starts, {}).blocks for menu in menus]
-    spans = [(0, cut), (cut, len(starts))]
-    hardware = machine(RATES[-1])
-    for index, (blocks, (start, stop)) in enumerate(zip(costs, spans, strict=True)):
-        body = body_time(program.programs[index], hardware, program.plan.stages[index].ranks, unit_size=8)
+    check(name, program, [offers[menu] for menu in menus], boundary, starts, cut, machine(RATES[-1]))
+
+
+@pytest.mark.parametrize("pp_place", [0, 1])
+def test_positions_take_what_the_audit_says_wherever_their_ranks_are(pp_place: int) -> None:
+    """Two positions of two ranks in nodes of two: side by side, or one rank of each in every node."""
+    hardware = two_nodes(bytes_per_s=1e3)
+    mesh = Mesh((("x", 2),))
+    positions = position_ranks(mesh, 2, pp_place)
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, outputs="loss")
+    wishes = output_wishes(graph("unet"), config)
+    request = PlacementRequest(graph("unet"), mesh, positions[0], hardware, config, microbatches=4, outputs=wishes)
+    placed = place(request)
+    assert not isinstance(placed, Infeasible)
+    walk = Walk(lower(graph("unet"), placed.plan), Setting(hardware, config, positions[0], num_microbatches=4))
+    starts = block_starts(graph("unet"), [1.0] * len(graph("unet").ops), 4)
+    cut = len(starts) // 2
+    plan = staged(placed.plan, [graph("unet").ops[starts[cut]].name], 2, Pace("1f1b", 1), 4, pp_place)
+    assert [stage.ranks for stage in plan.stages] == positions and plan.mesh.names.index("pp") == pp_place
+    messages = Messages([walk], starts, lambda menu, device: positions[device // 2])
+    check("unet", lower_stages(graph("unet"), plan), [walk] * 2, messages.boundary(0, 0, 2), starts, cut, hardware)
+
+
+def check(
+    name: str,
+    program: PipelineProgram,
+    offers: list[Walk],
+    boundary: Boundary,
+    starts: list[int],
+    cut: int,
+    hardware: Hardware,
+) -> None:
+    """Two stages and the boundary between them cost what the program does that is emitted for them."""
+    spans, size = [(0, cut), (cut, len(starts))], offers[0].setting.config.plan_ngpus
+    for index, (offer, (start, stop)) in enumerate(zip(offers, spans, strict=True)):
+        blocks = block_costs(offer, starts, {}).blocks
+        body = body_time(program.programs[index], hardware, program.plan.stages[index].ranks, unit_size=size)
         several = program.shared | program.owned
         held = [d for d in program.programs[index].declarations if not index or d.value.fqn not in several]
         own = replace(program.programs[index], declarations=tuple(held))  # a shared parameter counts where it is used first
         actual = body.forward_s + body.backward_s + addition_s(own, 4, hardware)
         actual -= elsewhere_s(name, program, [(item, gathered_twice(item, time)) for item, time in body.instructions])
         predicted = sum(block.forward_s + block.backward_s for block in blocks[start:stop])
-        walked = own_instructions(offers[menus[index]], starts[start], starts[cut] if stop == cut else None)
-        predicted -= elsewhere_s(name, program, walked)
+        predicted -= elsewhere_s(name, program, own_instructions(offer, starts[start], starts[cut] if stop == cut else None))
         predicted += float(boundary.taken_s[cut, stop]) if index else float(boundary.sent_s[cut, len(starts)])
         assert predicted == pytest.approx(actual, rel=1e-9)
-    actual = transfer_seconds(program, hardware)
-    assert float(boundary.there_s[cut, len(starts)]) == pytest.approx(actual.get((0, 1), 0.0), rel=1e-9)
-    assert float(boundary.back_s[cut, len(starts)]) == pytest.approx(actual.get((1, 0), 0.0), rel=1e-9)
+    transfers = transfer_seconds(program, hardware)
+    assert float(boundary.there_s[cut, len(starts)]) == pytest.approx(transfers.get((0, 1), 0.0), rel=1e-9)
+    assert float(boundary.back_s[cut, len(starts)]) == pytest.approx(transfers.get((1, 0), 0.0), rel=1e-9)
 
 
 def stages_of(name: str, menus: list[int], starts: list[str]) -> Plan:

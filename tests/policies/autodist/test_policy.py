@@ -139,7 +139,7 @@ def test_only_large_models_on_meshes_to_be_chosen_are_placed_within_a_gap() -> N
     config, hardware = config_of(2), load_hardware("a100-80gb", 2)
     small = plans.zoo_graph("mlp")
     large = replace(small, ops=small.ops * (LARGE // len(small.ops) + 1))
-    wish = Wish(Mesh((("x", 2),)), 1)
+    wish = Wish(Mesh((("x", 2),)), (0, 1), 1)
     for graph, options, gap in ((small, {}, 0.0), (large, {}, TARGET_GAP), (large, {"mesh": {"tp": 2}}, 0.0)):
         placer = Placer(graph, config, AutodistOptions(**options), hardware)
         assert placer.request(wish).target_gap == gap

@@ -172,7 +172,7 @@ def test_what_is_found_trains_like_one_device(tmp_path: Path) -> None:
 
 
 def test_axes_are_named_after_what_they_split() -> None:
-    plan = by_thumb(Wish(Mesh((("x", 2), ("y", 2))), 1)).plan
+    plan = by_thumb(Wish(Mesh((("x", 2), ("y", 2))), (0, 1, 2, 3), 1)).plan
     dims = {"a": {"x": "batch", "y": "heads"}, "b": {"x": "batch", "y": "ffn"}}
     found = named(replace(plan, stored={"w": Layout.parse("[8/y, 4] G(x)")} | dict(plan.stored)), dims)
     assert found.mesh == Mesh((("dp", 2), ("tp", 2)))

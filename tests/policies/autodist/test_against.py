@@ -43,25 +43,25 @@ def ids(batch: int, seq: int) -> Tensor:
 
 
 def gpt2() -> nn.Module:
-    """GPT-2 medium with 4 layers."""
-    return GPT2LMHeadModel(GPT2Config(n_embd=1024, n_head=16, n_layer=4, use_cache=False))
+    """GPT-2 medium with 2 layers."""
+    return GPT2LMHeadModel(GPT2Config(n_embd=1024, n_head=16, n_layer=2, use_cache=False))
 
 
 def llama() -> nn.Module:
-    """Llama 3 8B with 4 layers."""
+    """Llama 3 8B with 2 layers."""
     fields = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
-    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, vocab_size=128256, use_cache=False, **fields))
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=128256, use_cache=False, **fields))
 
 
 def t5() -> nn.Module:
-    """T5 large with 2 + 2 layers."""
-    fields = {"d_model": 1024, "d_ff": 4096, "d_kv": 64, "num_heads": 16, "num_layers": 2, "num_decoder_layers": 2}
+    """T5 large with 1 + 1 layers."""
+    fields = {"d_model": 1024, "d_ff": 4096, "d_kv": 64, "num_heads": 16, "num_layers": 1, "num_decoder_layers": 1}
     return T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, use_cache=False, **fields))
 
 
 def vit() -> nn.Module:
-    """ViT large with 4 layers."""
-    fields = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_hidden_layers": 4}
+    """ViT large with 2 layers."""
+    fields = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_hidden_layers": 2}
     return ViTForImageClassification(ViTConfig(num_labels=1000, **fields))
 
 

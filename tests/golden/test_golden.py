@@ -14,27 +14,32 @@ import plans
 import pytest
 import tiny_gpt
 
-from shardwright.compiler.compile import Compiled, compile_graph
+from shardwright.compiler.compile import Compiled, compile_graph, pass_manager
 from shardwright.compiler.ir.printer import print_graph
-from shardwright.compiler.passes.print_program import print_program
-from shardwright.compiler.plan.program import Program
 from shardwright.compiler.trace.api import trace
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 
 HERE = Path(__file__).parent
-POLICIES = {"dp": 1, "tp": 2, "data": 2, "zero3": 1}
-"""Ranks of a unit. ``zero3``: copies on two units that store parameters in pieces."""
+PLANS = {
+    "dp": ("dp", {"plan_ngpus": 1, "runtime_ngpus": 1}),
+    "tp": ("tp", {"plan_ngpus": 2, "runtime_ngpus": 2}),
+    "data": ("data", {"plan_ngpus": 2, "runtime_ngpus": 2}),
+    "zero3": ("dp", {"plan_ngpus": 1, "runtime_ngpus": 2, "use_zero": 3}),
+    "pp": ("pp", {"plan_ngpus": 2, "runtime_ngpus": 2, "use_end2end": True, "pas_config": {"stage_starts": ["blocks.2"]}}),
+}
+"""Policy and config. ``zero3``: copies on two units that store parameters in pieces."""
+ALIKE = ["dp", "tp", "data", "zero3"]
+"""Those whose ranks run one program."""
 WIDTH = 128
 
 
 @functools.cache
 def compiled(name: str) -> Compiled:
-    num_ranks = POLICIES[name]
-    policy, zero = ("dp", 3) if name == "zero3" else (name, 0)
+    policy, config = PLANS[name]
     graph = trace(tiny_gpt.GPT(), tiny_gpt.dummy_args())
-    config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=2 if zero else num_ranks, use_zero=zero)
-    return compile_graph(graph, find_policy(policy).apply, config, policy_name=policy, digest="0123abcd", version="0.1.0")
+    apply = find_policy(policy).apply
+    return compile_graph(graph, apply, ComputeConfig(**config), policy_name=policy, digest="0123abcd", version="0.1.0")
 
 
 def test_the_graph(golden: Callable[[str, str], None]) -> None:
@@ -42,21 +47,24 @@ def test_the_graph(golden: Callable[[str, str], None]) -> None:
     golden("gpt.graph.txt", print_graph(graph))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_program(policy: str, golden: Callable[[str, str], None]) -> None:
-    program = compiled(policy).program
-    assert isinstance(program, Program)
-    golden(f"gpt.{policy}.program.txt", print_program(program) + "\n")
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_program(plan: str, golden: Callable[[str, str], None]) -> None:
+    program = compiled(plan).program
+    golden(f"gpt.{plan}.program.txt", pass_manager().printers[type(program)](program) + "\n")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_files(policy: str, golden: Callable[[str, str], None]) -> None:
-    files = compiled(policy).files
-    golden(f"gpt.{policy}.py", files["gencode0.py"])
-    golden(f"gpt.{policy}.plan.json", files["plan.json"] + "\n")
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_files(plan: str, golden: Callable[[str, str], None]) -> None:
+    files = compiled(plan).files
+    golden(f"gpt.{plan}.py", files["gencode0.py"])
+    golden(f"gpt.{plan}.plan.json", files["plan.json"] + "\n")
 
 
-@pytest.mark.parametrize("policy", [p for p, n in POLICIES.items() if n > 1])
+def test_the_second_stage(golden: Callable[[str, str], None]) -> None:
+    golden("gpt.pp.1.py", compiled("pp").files["gencode1.py"])
+
+
+@pytest.mark.parametrize("policy", ["tp", "data"])
 def test_ranks_differ_in_two_lines(policy: str) -> None:
     first, second = (compiled(policy).files[f"gencode{rank}.py"].splitlines() for rank in range(2))
     differing = [(a, b) for a, b in zip(first, second, strict=True) if a != b]
@@ -64,10 +72,10 @@ def test_ranks_differ_in_two_lines(policy: str) -> None:
     assert differing == [(f"rank    0 ({axis}=0)", f"rank    1 ({axis}=1)"), ("    rank = 0", "    rank = 1")]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_generated_files_are_formatted(policy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plan", PLANS)
+def test_generated_files_are_formatted(plan: str, tmp_path: Path) -> None:
     """As ``ruff format`` leaves them, imports sorted, none unused, no line too long."""
-    text = compiled(policy).files["gencode0.py"]
+    text = compiled(plan).files["gencode0.py"]
     path = tmp_path / "gencode0.py"
     path.write_text(text)
     isort = 'lint.isort.known-first-party = ["shardwright"]'
@@ -81,12 +89,12 @@ def test_generated_files_are_formatted(policy: str, tmp_path: Path) -> None:
     assert text.endswith("\n") and not text.endswith("\n\n")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_three_layers_are_one_method(policy: str) -> None:
-    tree = ast.parse(compiled(policy).files["gencode0.py"])
+@pytest.mark.parametrize("plan", ALIKE)
+def test_three_layers_are_one_method(plan: str) -> None:
+    tree = ast.parse(compiled(plan).files["gencode0.py"])
     (cls,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
     assert [node.name for node in cls.body if isinstance(node, ast.FunctionDef)] == ["declare", "forward", "blocks_block"]
-    assert compiled(policy).files["gencode0.py"].count("self.blocks_block(") == 3
+    assert compiled(plan).files["gencode0.py"].count("self.blocks_block(") == 3
 
 
 SCRIPT = """
@@ -99,11 +107,10 @@ from shardwright.compiler.trace.api import trace
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 
-for name, num_ranks in {policies!r}.items():
-    policy, zero = ("dp", 3) if name == "zero3" else (name, 0)
-    config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=2 if zero else num_ranks, use_zero=zero)
+for name, (policy, config) in {plans!r}.items():
     graph = trace(tiny_gpt.GPT(), tiny_gpt.dummy_args())
-    made = compile_graph(graph, find_policy(policy).apply, config, policy_name=policy, digest="0123abcd", version="0.1.0")
+    apply = find_policy(policy).apply
+    made = compile_graph(graph, apply, ComputeConfig(**config), policy_name=policy, digest="0123abcd", version="0.1.0")
     for file, text in made.files.items():
         Path(sys.argv[1], f"{{name}}.{{file}}").write_text(text)
 """
@@ -112,11 +119,11 @@ for name, num_ranks in {policies!r}.items():
 @pytest.mark.parametrize("seed", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_files_are_the_same_in_every_process(seed: str, tmp_path: Path) -> None:
     """Byte for byte, whatever the order of sets and dicts of strings."""
-    script = SCRIPT.format(helpers=str(HERE.parent / "_lib"), policies=POLICIES)
+    script = SCRIPT.format(helpers=str(HERE.parent / "_lib"), plans=PLANS)
     environment = {**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", script, tmp_path], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    here = {f"{policy}.{name}": text for policy in POLICIES for name, text in compiled(policy).files.items()}
+    here = {f"{policy}.{name}": text for policy in PLANS for name, text in compiled(policy).files.items()}
     there = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert there.keys() == here.keys()
     for name, text in here.items():

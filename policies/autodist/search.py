@@ -7,10 +7,12 @@
         for every schedule: cut the chain of blocks into stages               (stages.py: exact under its model)
     lower the most promising plans and audit them: adapters, messages and actions that are really emitted
         one that takes more memory than was predicted is cut into stages again, with as much less to be used
+    the same with the pipeline axis further inside, where the machine has tiers           (tiers.py)
+    for every number of stages: cut the chain again, where each stage may choose its placement   (mixing.py, messages.py)
     the best that fits the memory is the answer
 
-Costs that decide are audited ones. What the search covers exactly and what it restricts is in the certificate: stages have
-equal meshes, consecutive ranks, and the placement that is best for the whole model.
+Costs that decide are audited ones. What the search covers exactly and what it restricts is in the certificate: placements are
+the best for the whole model, and stages choose between those that were offered.
 """
 
 from __future__ import annotations

@@ -233,10 +233,15 @@ class Communicator:
     def broadcast(self, x: Tensor, src_index: int, *, phase: Phase = "setup") -> Tensor:
         """The ``x`` of member ``src_index``, as a new tensor. On the others ``x`` tells shape and dtype only."""
         result = x.detach().clone(memory_format=torch.contiguous_format)
-        if self.transport is not None:
-            self._count(phase, "broadcast", x, x.numel(), 0 if src_index == self.index else x.numel())
-            self.transport.broadcast_(result, src_index)
+        self.broadcast_(result, src_index, phase=phase)
         return result
+
+    def broadcast_(self, x: Tensor, src_index: int, *, phase: Phase = "setup") -> None:
+        """:meth:`broadcast` in place; ``x`` must be contiguous."""
+        if self.transport is not None:
+            assert x.is_contiguous(), "a collective in place needs a contiguous tensor"
+            self._count(phase, "broadcast", x, x.numel(), 0 if src_index == self.index else x.numel())
+            self.transport.broadcast_(x, src_index)
 
     def send(self, x: Tensor, dst_index: int, *, phase: Phase = "forward") -> None:
         """Send ``x`` to another member, which must :meth:`receive` it. May return before it does."""

@@ -7,6 +7,7 @@ import inspect
 import sys
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -61,6 +62,7 @@ class ProcessGroupTransport:
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
         self.process_group = process_group
         self._device = device
+        self._exchanges: deque[_AddingRows] = deque()
         _holders.add(self)
 
     def let_go(self) -> None:
@@ -97,10 +99,13 @@ class ProcessGroupTransport:
     def _exchange_rows(self, x: Tensor, sizes: list[int], result: Tensor) -> Work:
         # Gloo's own reduce-scatter is an all-reduce of everything. Exchanging the rows and adding here sends half as much,
         # takes about half the time, and sums in rank order.
+        while len(self._exchanges) >= EXCHANGES_UNDER_WAY:
+            self._exchanges.popleft().wait()
         size = result.numel()
         rows = x.new_empty(len(sizes), size)
         work = dist.all_to_all_single(rows.view(-1), x, [size] * len(sizes), sizes, group=self.process_group, async_op=True)
-        return _AddingRows(work, rows, x, result)
+        self._exchanges.append(_AddingRows(work, rows, x, result))
+        return self._exchanges[-1]
 
     def start_all_gather_(self, x: Tensor, sizes: list[int]) -> Work:
         chunks = torch.split(x, sizes)
@@ -133,15 +138,22 @@ class ProcessGroupTransport:
         dist.barrier(group=self.process_group, device_ids=device_ids)
 
 
+EXCHANGES_UNDER_WAY = 2
+"""Each needs room for the rows that come, as much as what is summed."""
+
+
 class _AddingRows:
-    """Adds the rows that came from all members once they are there. It keeps the tensor that is being sent alive."""
+    """Adds the rows that came from all members once they are there. Until then it keeps the tensor that is being sent alive."""
 
     def __init__(self, work: Any, rows: Tensor, sent: Tensor, result: Tensor) -> None:
-        self._work, self._rows, self._sent, self._result = work, rows, sent, result
+        self._under_way: tuple[Any, Tensor, Tensor, Tensor] | None = (work, rows, sent, result)
 
     def wait(self) -> None:
-        self._work.wait()
-        torch.sum(self._rows, 0, dtype=self._result.dtype, out=self._result)
+        if self._under_way is not None:
+            work, rows, _, result = self._under_way
+            work.wait()
+            torch.sum(rows, 0, dtype=result.dtype, out=result)
+            self._under_way = None
 
 
 class _All:

@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from shardwright.compiler.cost.footprint import Footprints, Forward, TensorForm
 from shardwright.compiler.cost.ledger import Ledger
 from shardwright.compiler.cost.local import local_bytes
@@ -71,7 +73,8 @@ Arrive = Callable[[str, TensorForm, int], None]
 
 class BodyMemory:
     """One run of ``program``. ``sources``: the forms of its inputs, parameters, buffers and constants by value name, and the
-    storages they lie in. ``arrive`` takes the gradients of sources.
+    storages they lie in. ``arrive`` takes the gradients of sources. ``summed_in``: the dtype in which the gradient of a weight
+    that is gathered is summed, by that of the weight.
     """
 
     def __init__(
@@ -83,7 +86,9 @@ class BodyMemory:
         arrive: Arrive,
         *,
         trains: bool = True,
+        summed_in: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
     ) -> None:
+        self._summed_in = summed_in
         self.program, self.footprints, self.ledger = program, footprints, ledger
         self.arrive, self.trains = arrive, trains
         self.inexact: set[str] = set()
@@ -242,7 +247,7 @@ class BodyMemory:
             self.inexact.add(f"backward of {name}")
         if node.gathered:
             self.num_gathered -= 1
-        extra = node.gathered + (self._ahead(self.num_gathered - 1) if node.gathered else 0)
+        extra = node.gathered + (self._ahead(self.num_gathered - 1) if node.gathered else 0) + self._cast_bytes(node)
         self.ledger.use(found.peak + extra, f"backward of {name}")
         made = [self.ledger.new(size, TEMPORARY) for size in found.made]
         numbers = [g[1] if g is not None else -1 for g in incoming] + made
@@ -261,6 +266,19 @@ class BodyMemory:
             remaining[operand] -= 1
             if operand in self.sources and remaining[operand] == 0:
                 self.arrive(operand, *gradients.pop(operand))
+
+    def _cast_bytes(self, node: Node) -> int:
+        """What it takes that the gradient of a gathered weight is summed in another dtype: a copy of all of it, and what
+        the room for the sum and this rank's piece are larger.
+        """
+        if not (isinstance(node.instruction, Adapt) and node.instruction.gathers_weight):
+            return 0
+        weight = node.operands[0].form
+        wide, narrow = self._summed_in(weight.dtype).itemsize, weight.dtype.itemsize
+        if wide == narrow:
+            return 0
+        whole = local_bytes(node.instruction.step.after, weight.dtype, self.footprints.rank.mesh) // narrow
+        return whole * wide + (whole + weight.num_bytes // narrow) * (wide - narrow)
 
     def _accumulated(self, held: Gradient | None, form: TensorForm, storage: int, name: str) -> Gradient:
         """The sum of two gradients of one value."""

@@ -3,85 +3,80 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from shardwright.compiler.cost.body_memory import BodyMemory
 from shardwright.compiler.cost.footprint import Footprints, TensorForm, footprints_of
+from shardwright.compiler.cost.gradient_books import GradientBooks, Trained
 from shardwright.compiler.cost.ledger import Ledger
-from shardwright.compiler.cost.local import local_bytes, local_shape
+from shardwright.compiler.cost.local import local_shape
 from shardwright.compiler.cost.optimizer_memory import OptimizerMemory, num_copies, num_shards
 from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.plan.blocks import reads
 from shardwright.compiler.plan.program import Declaration, Program
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.layout import Layout, Mesh
-
-STEP_TEMPORARIES = 2
-"""Tensors of the size of a parameter that torch's optimizers with state make while they update it."""
+from shardwright.runtime.layout import ZERO, Layout, Mesh
+from shardwright.runtime.zero.settings import ReductionSettings
 
 
 class Books:
-    """The ledger of one rank with what is there before a step."""
+    """The ledger of one rank with what is there before a step. ``gradients``: those of its parameters, in training.
+    ``summed_in``: the dtype in which the gradient of a parameter of a dtype is summed.
+    """
+
+    gradients: GradientBooks
 
     def __init__(self, mesh: Mesh, config: ComputeConfig, optimizer: OptimizerMemory, trains: bool) -> None:
         self.mesh, self.config, self.optimizer, self.trains = mesh, config, optimizer, trains
         self.ledger = Ledger()
         self.footprints = footprints_of(mesh, "plan_independent" if config.rng == "plan_independent" else "fast")
-        self.layouts: dict[str, Layout] = {}
-        self.made: dict[str, int] = {}  # the gradients that backward has made, of parameters without a bucket
-        self.shared: set[str] = set()  # parameters that other stages hold too
+        self.summed_in = ReductionSettings(table=config.optimizer_table).gradient_dtype
+        self._trained: set[str] = set()
 
-    def place(self, declarations: Iterable[Declaration], inputs: Mapping[str, TensorForm]) -> dict[str, tuple[TensorForm, int]]:
-        """Put parameters, buffers, constants and inputs into the books, and what training adds to parameters."""
+    def place(
+        self,
+        declarations: Iterable[Declaration],
+        inputs: Mapping[str, TensorForm],
+        programs: Sequence[Program],
+        shared: Collection[str] = (),
+        *,
+        staged: bool = False,
+    ) -> dict[str, tuple[TensorForm, int]]:
+        """Put parameters, buffers, constants and inputs into the books, and what training adds to parameters.
+
+        ``programs``: what the rank runs, in order. ``shared``: parameters that other stages hold too. ``staged``: it is a
+        position of a pipeline.
+        """
         sources = {}
+        trained: dict[str, Trained] = {}
         for declaration in declarations:
-            value = declaration.value
+            value, layout = declaration.value, declaration.layout
             category = "parameter" if value.kind is ValueKind.PARAMETER else "buffer"
-            form = contiguous_form(declaration.layout, value, self.footprints)
+            form = contiguous_form(layout, value, self.footprints)
             sources[value.name] = form, self.ledger.hold(self.ledger.new(form.num_bytes, category))
             if self.trains and value.kind is ValueKind.PARAMETER and value.requires_grad:
-                self.layouts[value.name] = declaration.layout
-                self._add_state(value.name, form)
+                copies, shards = num_copies(layout, self.mesh, self.config), num_shards(layout, self.mesh, self.config)
+                group = (layout.grad_partial, ZERO in layout.cut_axes, value.name in shared)
+                elements = math.prod(form.shape)
+                trained[value.name] = Trained(value.name, elements, value.dtype, copies, shards, group, value.name in shared)
         for name, form in inputs.items():
             sources[name] = form, self.ledger.hold(self.ledger.new(form.num_bytes, "input"))
+        used = dict.fromkeys(v.name for program in programs for step in program.body for v in reads(step) if v.name in trained)
+        order = [*(name for name in trained if name not in used), *used]
+        self._trained = set(trained)
+        if self.trains:
+            listed = [trained[name] for name in order]
+            self.gradients = GradientBooks(self.ledger, listed, self.config, self.optimizer, staged=staged)
         self.ledger.restart()
         return sources
 
-    def _add_state(self, name: str, form: TensorForm) -> None:
-        elements = math.prod(form.shape)
-        state = round(elements / num_shards(self.layouts[name], self.mesh, self.config) * self.optimizer.kept_bytes)
-        self.ledger.hold(self.ledger.new(state, "optimizer"))
-        if self.is_bucketed(name) and self.config.use_zero != 2:
-            gradient = elements * self.optimizer.gradient_bytes(form.dtype.itemsize) + form.dtype.itemsize  # and a flag
-            self.ledger.hold(self.ledger.new(round(gradient), "gradient"))
-
-    def is_bucketed(self, name: str) -> bool:
-        """Whether the gradient of a parameter is summed over ranks, in a bucket."""
-        return num_copies(self.layouts[name], self.mesh, self.config) > 1 or name in self.shared
-
     def arrive(self, name: str, form: TensorForm, storage: int) -> None:
-        """The gradient of a source is complete: it moves into its bucket, or becomes the parameter's own."""
-        ledger = self.ledger
-        if name not in self.layouts or name in self.made or (self.is_bucketed(name) and self.config.use_zero != 2):
-            ledger.release(storage)
-            return
-        num_bytes = round(math.prod(form.shape) * self.optimizer.gradient_bytes(form.dtype.itemsize))
-        made = self.made[name] = ledger.new(num_bytes, "gradient")
-        if ledger.holders(storage) == 1:  # taken as it is
-            ledger.release(storage)
-            ledger.hold(made)
+        """The gradient of a source is complete."""
+        del form
+        if name in self._trained:
+            self.gradients.arrive(name, storage)
         else:
-            ledger.hold(made)
-            ledger.use(0, f"gradient of {name}")
-            ledger.release(storage)
-
-    @property
-    def made_bytes(self) -> int:
-        return sum(map(self.ledger.size, self.made.values()))
-
-    def forget(self, names: Iterable[str]) -> None:
-        """The gradients of these parameters have not been made."""
-        for name in names:
-            self.ledger.release(self.made.pop(name))
+            self.ledger.release(storage)
 
     def roots(self, program: Program, body: BodyMemory) -> dict[str, tuple[TensorForm, int]]:
         """The gradient of the loss, which is the first result that has one."""
@@ -90,12 +85,6 @@ class Books:
                 form = body.values[value.name].form
                 return {value.name: (form, self.ledger.hold(self.ledger.new(form.num_bytes, "temporary")))}
         return {}
-
-    def step(self, declarations: Iterable[Declaration]) -> None:
-        """The optimizer's step: one parameter after the other."""
-        trained = [local_bytes(d.layout, d.value.dtype, self.mesh) for d in declarations if d.value.name in self.layouts]
-        if trained and self.optimizer.state_bytes_per_element:
-            self.ledger.use(STEP_TEMPORARIES * max(trained), "optimizer step")
 
 
 def contiguous_form(layout: Layout, value: IRValue, footprints: Footprints) -> TensorForm:

@@ -34,21 +34,25 @@ def program_memory(
     trains = trains and not config.inference_only
     books = Books(program.plan.storage_mesh, config, optimizer, trains)
     inputs = input_forms(program, books.footprints)
-    sources = books.place(program.declarations, inputs)
+    sources = books.place(program.declarations, inputs, [program])
     more = sum(form.num_bytes for form in inputs.values()) * (num_microbatches - 1)
     books.ledger.hold(books.ledger.new(more, "input"))
     books.ledger.restart()
     earlier = min(num_microbatches - 1, 1)
     for index in range(earlier + 1):
-        body = BodyMemory(program, books.footprints, books.ledger, sources, books.arrive, trains=trains)
+        body = BodyMemory(
+            program, books.footprints, books.ledger, sources, books.arrive, trains=trains, summed_in=books.summed_in
+        )
         body.forward()
         if trains:
+            books.gradients.reduces = index == earlier
             body.backward(books.roots(program, body))
+            books.gradients.end_backward()
         if index < earlier:
             results = sum(books.ledger.size(storage) for storage in set(body.outputs))
             body.finish()
             books.ledger.hold(books.ledger.new((num_microbatches - 1) * results, "activation"))
     if trains:
-        books.step(program.declarations)
+        books.gradients.step()
     body.finish()
     return RankMemory.of(0, books.ledger.peak, body.inexact)

@@ -5,34 +5,53 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
+
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import ZERO, Layout, Mesh
+from shardwright.runtime.zero.settings import ReductionSettings
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerMemory:
     """What an optimizer keeps for each local element of a parameter, in bytes.
 
-    ``state_bytes_per_element``: its state (two float32 moments of Adam by default). ``master_bytes_per_element``: a copy of
-    the parameter in higher precision, if it keeps one. ``grad_bytes_per_element``: of a gradient, where that has not the
-    dtype of its parameter.
+    ``state_bytes_per_element``: its state (two float32 moments of Adam by default); where a config says the dtype of the state,
+    what it would be in float32. ``master_bytes_per_element``: a copy of the parameter in higher precision, if it keeps one
+    itself; those of the config count beside it. ``grad_bytes_per_element``: of a gradient, where neither config nor the dtype
+    of its parameter says it.
     """
 
     state_bytes_per_element: float = 8.0
     master_bytes_per_element: float = 0.0
     grad_bytes_per_element: float | None = None
 
-    def gradient_bytes(self, element_bytes: float) -> float:
-        """Of one element, for a parameter of ``element_bytes`` an element."""
-        return element_bytes if self.grad_bytes_per_element is None else self.grad_bytes_per_element
-
-    @property
-    def kept_bytes(self) -> float:
-        """State and master copy of one element."""
-        return self.state_bytes_per_element + self.master_bytes_per_element
-
 
 ADAM = OptimizerMemory()
+
+REMAINDER_BYTES = 2
+"""Of a float32 master of a bfloat16 parameter, what that lacks."""
+
+
+def state_bytes(optimizer: OptimizerMemory, dtype: torch.dtype, config: ComputeConfig) -> float:
+    """What is kept of one element that a rank updates of a parameter of ``dtype``: state, and the master if there is one."""
+    own = optimizer.master_bytes_per_element
+    if config.optimizer_table is None:
+        return optimizer.state_bytes_per_element + own
+    settings = ReductionSettings(table=config.optimizer_table)
+    updated = settings.state_dtype(dtype)
+    master = 0 if updated == dtype else updated.itemsize
+    if settings.stores_remainders and dtype == torch.bfloat16:
+        master = REMAINDER_BYTES
+    return optimizer.state_bytes_per_element * updated.itemsize / torch.float32.itemsize + own + master
+
+
+def gradient_bytes(optimizer: OptimizerMemory, dtype: torch.dtype, config: ComputeConfig) -> float:
+    """Of one element of the gradient of a parameter of ``dtype``, while it is accumulated."""
+    if optimizer.grad_bytes_per_element is not None:
+        return optimizer.grad_bytes_per_element
+    settings = ReductionSettings(table=config.optimizer_table)
+    return (settings.gradient_dtype(dtype) if settings.contiguous_gradients else dtype).itemsize
 
 
 def num_copies(layout: Layout, mesh: Mesh, config: ComputeConfig) -> int:

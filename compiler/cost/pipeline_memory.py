@@ -89,10 +89,11 @@ class _PositionMemory:
         self.trains = not config.inference_only
         mesh = program.programs[own[0]].plan.storage_mesh
         self.books = Books(mesh, config, optimizer, self.trains)
-        self.declarations = program.declarations_of(own)
+        declarations = program.declarations_of(own)
         stages_of = {fqn: {program.plan.stages[index].ranks for index in found} for fqn, found in program.shared.items()}
-        self.books.shared = {d.value.name for d in self.declarations if len(stages_of.get(d.value.fqn or "", ())) > 1}
-        self.sources = self.books.place(self.declarations, {})
+        shared = {d.value.name for d in declarations if len(stages_of.get(d.value.fqn or "", ())) > 1}
+        programs = [program.programs[index] for index in own]
+        self.sources = self.books.place(declarations, {}, programs, shared, staged=True)
         whole = sum(local_bytes(Layout.whole(v.shape), v.dtype, mesh) for v in program.graph.inputs)
         ledger = self.books.ledger
         ledger.hold(ledger.new(whole * program.plan.num_microbatches, "input"))
@@ -122,14 +123,32 @@ class _PositionMemory:
 
     def peak(self, messages: Iterable[int]) -> RankMemory:
         """The peak over the actions and the optimizer's step. ``messages``: bytes under way while each action runs."""
-        peak = self._schedule_peak(messages)
+        peak, results = self._schedule_peak(messages)
         books = self.books
         books.ledger.restart()
+        self._deliver(results)
         if self.trains:
-            books.step(self.declarations)
+            books.gradients.reduces = True
+            books.gradients.end_backward()
+            books.gradients.step()
         return RankMemory.of(0, max(peak, books.ledger.peak, key=lambda moment: moment.num_bytes), self.assumed)
 
-    def _schedule_peak(self, messages: Iterable[int]) -> Moment:
+    def _deliver(self, own_bytes: int) -> None:
+        """All results of all microbatches go to all ranks of the unit. ``own_bytes``: of those made here."""
+        ledger, plan = self.books.ledger, self.program.plan
+        ledger.hold(ledger.new(own_bytes, "activation"))
+        if len({rank for stage in plan.stages for rank in stage.ranks}) == 1:
+            return
+        for stage in self.program.stages:
+            for _, value in stage.outputs:
+                num_bytes = local_bytes(Layout.whole(value.shape), value.dtype, self.books.mesh)
+                flat = ledger.hold(ledger.new(num_bytes * plan.num_microbatches, "activation"))
+                ledger.use(0, "delivery of results")
+                if stage.index in self.stages:  # in the place of what was made here
+                    ledger.release(flat)
+
+    def _schedule_peak(self, messages: Iterable[int]) -> tuple[Moment, int]:
+        """The peak over the actions, and the bytes of the results that they leave."""
         totals = dict(self.base)
         left: dict[tuple[int, int], Mapping[str, int]] = {}
         begun: set[int] = set()  # stages whose parameters have gradients
@@ -149,16 +168,16 @@ class _PositionMemory:
             _add(totals, {"gradient": run.gradients}, 1)
             if run.gradients:
                 begun.add(action.stage)
-        return peak
+        return peak, sum(size for each in left.values() for size in each.values())
 
     def _stage(self, index: int, kinds: Collection[ActionKind]) -> _StageMemory:
         """Walk a stage as the schedule does, for the first microbatch and for another one."""
-        books, before = self.books, set(self.books.made)
+        before = set(self.books.gradients.made) if self.trains else set()
         found: list[Runs] = []
         kept: set[str] = set()
         for kind in (BACKWARD, INPUT_GRADIENT):
             if kind in kinds:
-                books.forget(set(books.made) - before)
+                self.books.gradients.forget(set(self.books.gradients.made) - before)
                 found += [self._walk(index, kind, kept), self._walk(index, kind, kept)]
         if not found:
             found = [self._walk(index, FORWARD, kept)] * 2
@@ -187,7 +206,8 @@ class _PositionMemory:
             ledger.restart()
 
         ledger.restart()
-        body = BodyMemory(body_program, self.books.footprints, ledger, sources, arrive, trains=kind is not FORWARD)
+        books, trains = self.books, kind is not FORWARD
+        body = BodyMemory(body_program, books.footprints, ledger, sources, arrive, trains=trains, summed_in=books.summed_in)
         body.forward()
         self.assumed |= body.inexact
         leaves = [value for _, value in body_program.output.leaves() if isinstance(value, IRValue)]

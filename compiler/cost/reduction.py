@@ -10,7 +10,7 @@ from shardwright.compiler.cost.body_time import BodyTime
 from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.local import local_bytes
 from shardwright.compiler.cost.operators import optimizer_s
-from shardwright.compiler.cost.optimizer_memory import OptimizerMemory, num_shards
+from shardwright.compiler.cost.optimizer_memory import OptimizerMemory, num_shards, state_bytes
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.plan.blocks import reads
 from shardwright.compiler.plan.program import Adapt, Declaration, Program
@@ -134,7 +134,7 @@ def update_s(
     value, layout = declaration.value, declaration.layout
     elements = local_bytes(layout, value.dtype, mesh) / value.dtype.itemsize
     elements /= num_shards(layout, mesh, config)
-    return optimizer_s(elements, value.dtype.itemsize, optimizer.kept_bytes, hardware)
+    return optimizer_s(elements, value.dtype.itemsize, state_bytes(optimizer, value.dtype, config), hardware)
 
 
 def _collectives(config: ComputeConfig, num_microbatches: int) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from shardwright.compiler.cost.adapters import step_time
 from shardwright.compiler.cost.local import local_bytes
-from shardwright.compiler.cost.optimizer_memory import num_copies, num_shards
+from shardwright.compiler.cost.optimizer_memory import gradient_bytes, num_copies, num_shards, state_bytes
 from shardwright.compiler.cost.reduction import parameter_s
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.value import IRValue, ValueKind
@@ -92,12 +92,14 @@ def _storage(
                 declaration, mesh, config, request.hardware, request.optimizer, request.ranks, request.microbatches
             )
             cost[index] += request.microbatches * each_s + once_s
-            state = num_bytes / item * request.optimizer.kept_bytes / num_shards(layout, mesh, config)
-            gradient = num_bytes / item * request.optimizer.gradient_bytes(item)
+            state = num_bytes / item * state_bytes(request.optimizer, value.dtype, config) / num_shards(layout, mesh, config)
+            gradient = num_bytes / item * gradient_bytes(request.optimizer, value.dtype, config)
             held[index] += gradient + state
             # without a bucket a gradient is made by a backward, which a pipeline may not have had; ZeRO-2 keeps a part of it
             is_made = request.microbatches > 1 and request.in_flight == 1
-            is_there = is_made or num_copies(layout, mesh, config) > 1
+            table = config.optimizer_table
+            has_buffer = num_copies(layout, mesh, config) > 1 and (table is None or table.contiguous_grad_buffer)
+            is_there = is_made or has_buffer
             least[index] += state + (gradient if is_there and config.use_zero != 2 else 0.0)
     return cost, held, least
 

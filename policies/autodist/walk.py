@@ -13,7 +13,7 @@ from shardwright.compiler.cost.adapters import step_time
 from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.local import local_bytes
 from shardwright.compiler.cost.operators import OperatorTimes, OpTime, op_time
-from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory, num_shards
+from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory, gradient_bytes, num_shards, state_bytes
 from shardwright.compiler.cost.reduction import parameter_s
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
@@ -148,8 +148,9 @@ class Walk:
                 yield Held(place, num_bytes)
                 continue
             num_elements = num_bytes / value.dtype.itemsize
-            held = num_bytes + num_elements * setting.optimizer.gradient_bytes(value.dtype.itemsize)
-            held += num_elements * setting.optimizer.kept_bytes / num_shards(layout, self.storage_mesh, config)
+            held = num_bytes + num_elements * gradient_bytes(setting.optimizer, value.dtype, config)
+            kept = state_bytes(setting.optimizer, value.dtype, config)
+            held += num_elements * kept / num_shards(layout, self.storage_mesh, config)
             each_s, once_s = parameter_s(
                 declaration, self.storage_mesh, config, setting.hardware, setting.optimizer, setting.ranks,
                 setting.num_microbatches,

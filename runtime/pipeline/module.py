@@ -355,7 +355,7 @@ class PipelineModule(ParallelModule):
         return [tuple(sizes) for sizes in agreed.tolist()]
 
     def _delivered(self, made: Sequence[Leaves]) -> list[Leaves]:
-        """All outputs on all ranks of the unit, from the first rank of the stage that makes each."""
+        """All outputs on all ranks of the unit, from the first rank of the stage that makes each, taken out of ``made``."""
         if self.mesh.size == 1:
             return list(made)
         delivered = [{path: x for path, x in leaves.items() if path not in self._body.output_stages} for leaves in made]
@@ -363,12 +363,14 @@ class PipelineModule(ParallelModule):
             source = self.stages[stage].ranks[0]
             shapes = [self._body.shapes(sizes)[path] for sizes in self._sizes]
             lengths = [math.prod(shape) for shape in shapes]
+            own = [leaves.pop(path).reshape(-1) for leaves in made if path in leaves]
             if source == self.rank:
-                flat = torch.cat([leaves[path].reshape(-1) for leaves in made])
+                flat = torch.cat(own)
             else:
                 flat = torch.empty(sum(lengths), dtype=dtype, device=self.device)
-            parts = torch.split(self._unit.broadcast(flat, source, phase="forward"), lengths)
-            for leaves, x, shape in zip(delivered, parts, shapes, strict=True):
+            del own
+            self._unit.broadcast_(flat, source, phase="forward")
+            for leaves, x, shape in zip(delivered, torch.split(flat, lengths), shapes, strict=True):
                 leaves[path] = x.view(shape)
         return delivered
 

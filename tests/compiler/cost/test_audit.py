@@ -2,13 +2,19 @@
 
 import itertools
 import json
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from plans import zoo_traced
+import torch
+import zoo
+from plans import write, zoo_traced
+from precision import float64_casts
 
 from shardwright.compiler.compile import Compiled, compile_graph
+from shardwright.compiler.cost import reduction
 from shardwright.compiler.cost.adapters import reduction_s, step_time
 from shardwright.compiler.cost.audit import PlanCost, audit
 from shardwright.compiler.cost.hardware import Device, Hardware, Tier
@@ -20,6 +26,10 @@ from shardwright.compiler.plan.program import Adapt, Program
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
+from shardwright.runtime.loader import load_class
+from shardwright.runtime.optimizer import build_optimizer
+from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.world import count_communication
 
 RATES = dict.fromkeys(("float64", "float32"), 1e9)
 HARDWARE = Hardware("toy", Device("toy", 10**9, RATES, 1e9, 1e-6), (Tier("link", (8,), 1e-5, 1e8),))
@@ -152,6 +162,59 @@ def test_zero_moves_more_and_updates_less() -> None:
     assert set(three.ranks[0].comm_s) == {"units gradients", "zero all_gather", "zero reduce_scatter"}
     optimizers = [cost.timeline[-1].end_s - cost.timeline[-1].start_s for cost in (plain, one, three)]
     assert optimizers[1] == pytest.approx(optimizers[0] / 4) and optimizers[2] < 0.4 * optimizers[0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "plan", "runtime", "num_microbatches", "fields"),
+    [
+        ("dp", 1, 2, 3, {"use_zero": 2}),
+        ("dp", 1, 2, 3, {"use_zero": 1, "zero_use_reduce_scatter": True}),
+        pytest.param("dp", 1, 2, 3, {"use_zero": 1}, marks=pytest.mark.slow),
+        ("pp", 2, 4, 3, {"use_zero": 2}),
+        pytest.param("pp", 2, 4, 3, {"use_zero": 1}, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_are_reduced_as_often_as_the_audit_says(
+    policy: str,
+    plan: int,
+    runtime: int,
+    num_microbatches: int,
+    fields: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Elements of each collective. With ZeRO-2 each microbatch is reduced, in a pipeline those of a stage together."""
+    options = {"pas_config": {"num_microbatches": num_microbatches}} if policy == "pp" else {}
+    found, config = compiled(policy, plan, runtime, **fields, **options)
+    audited = [Counter[str]() for _ in range(plan)]  # by rank of the unit
+
+    def counted(layout: Any, dtype: Any, mesh: Any, ranks: tuple[int, ...], *_: Any, collective: str, **__: Any) -> float:
+        for rank in ranks:
+            audited[rank][collective] += local_bytes(layout, dtype, mesh) // dtype.itemsize
+        return 1.0
+
+    monkeypatch.setattr(reduction, "reduction_s", counted)
+    audit(found.program, config, HARDWARE, num_microbatches=num_microbatches)
+    entry = zoo.get("gpt2")
+    write(tmp_path, found, entry.build())
+
+    def on_rank(rank: int) -> dict[str, int]:
+        part = load_class(tmp_path)()
+        optimizer = build_optimizer(part, torch.optim.Adam, config)
+        samples = [entry.inputs(seed=number) for number in range(num_microbatches)]
+        part.train_step(samples)
+        optimizer.step()  # compares the copies
+        with count_communication() as volume:
+            optimizer.zero_grad()
+            part.train_step(samples)
+            optimizer.step()
+        return {name: volume.elements(name, phase="gradients") for name in audited[0] | audited[-1]}
+
+    with float64_casts():
+        for rank, elements in enumerate(run_ranks(runtime, on_rank)):
+            for name, expected in audited[rank % plan].items():
+                # A flag for each parameter is summed beside, and slices are filled up.
+                assert expected <= elements[name] < expected * 1.02, (rank, name, elements[name], expected)
 
 
 def test_parameters_in_pieces_that_stages_share() -> None:

@@ -1,0 +1,267 @@
+"""The gradients of a rank's parameters in the books, as ``runtime.reducer`` and ``runtime.zero`` hold them.
+
+Gradients that are summed over ranks move into buckets. A bucket's buffer stays from step to step; with stage 2 of ZeRO it is
+made when the first gradient comes, and is this rank's slice of the sum once it is complete. Where gradients are tensors of
+their own (``contiguous_grad_buffer=False``), there is a buffer while they are summed only. Where they are scattered, a sum
+takes as much again as its bucket, for two buckets at most: gloo needs that room, so with other transports this is the most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from shardwright.compiler.cost.ledger import Ledger
+from shardwright.compiler.cost.optimizer_memory import OptimizerMemory, gradient_bytes, state_bytes
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.zero.settings import ReductionSettings
+
+GRADIENT, TEMPORARY = "gradient", "temporary"
+
+EXCHANGES = 2
+"""Sums under way that need room of their own (``runtime.process_group.EXCHANGES_UNDER_WAY``), and buckets of parameters that
+are gathered at a time."""
+
+STEP_TEMPORARIES = 2
+"""Tensors of the size of a parameter that torch's optimizers with state make while they update it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """``num_elements`` of a trained parameter on this rank, summed over ``copies`` ranks that split its state into ``shards``.
+    Parameters of one ``group`` are summed over the same ranks. ``is_shared``: other stages hold it too.
+    """
+
+    name: str
+    num_elements: int
+    dtype: torch.dtype
+    copies: int
+    shards: int
+    group: object
+    is_shared: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Bucket:
+    """``is_split``: its optimizer updates shards. ``element_bytes``: of a gradient in it."""
+
+    members: Sequence[Trained]
+    is_split: bool
+    element_bytes: float
+    arrived: set[str] = field(default_factory=set)
+
+    @property
+    def slice_elements(self) -> int:
+        return -(-sum(member.num_elements for member in self.members) // self.members[0].shards)
+
+    @property
+    def length(self) -> int:
+        return self.slice_elements * self.members[0].shards
+
+    @property
+    def buffer_bytes(self) -> int:
+        return round((self.length + len(self.members)) * self.element_bytes)  # with a flag for each member
+
+
+class GradientBooks:
+    """Gradients and optimizer state of ``trained``, which come in the order in which forward first uses them.
+
+    ``made``: the storages of gradients that backward has made and that stay, by parameter or bucket. ``reduces``: this backward
+    is the last one of the step.
+    """
+
+    def __init__(
+        self, ledger: Ledger, trained: Sequence[Trained], config: ComputeConfig, optimizer: OptimizerMemory, *, staged: bool
+    ) -> None:
+        self._ledger, self._config, self._optimizer = ledger, config, optimizer
+        self._trained = {item.name: item for item in trained}
+        self._settings = ReductionSettings.of(config, config.num_units)
+        self._frees = self._settings.frees_gradients and not staged  # a pipeline accumulates up to the end
+        self._buckets = self._packed(trained)
+        self._bucket_of = {member.name: bucket for bucket in self._buckets for member in bucket.members}
+        self.made: dict[object, int] = {}
+        self.reduces = False
+        self._next = 0  # the first bucket whose sum has not begun
+        self._begun: list[_Bucket] = []  # those whose sum is not complete, of buckets that are freed
+        self._mine: dict[_Bucket, int] = {}
+        self._exchanges: list[int] = []
+        for item in trained:
+            kept = item.num_elements / item.shards * state_bytes(optimizer, item.dtype, config)
+            ledger.hold(ledger.new(round(kept), "optimizer"))
+        for bucket in self._buckets:
+            if not bucket.is_split or (self._settings.contiguous_gradients and not self._settings.frees_gradients):
+                self._allocate(bucket)
+
+    def arrive(self, name: str, storage: int) -> None:
+        """The gradient of a parameter is complete: it moves into its bucket, or becomes the parameter's own."""
+        bucket = self._bucket_of.get(name)
+        if bucket is None or (bucket.is_split and not self._settings.contiguous_gradients):
+            self._keep(name, storage)
+        else:
+            self._allocate(bucket)
+            self._ledger.release(storage)
+        if bucket is not None:
+            bucket.arrived.add(name)
+            self._begin_complete()
+
+    def end_backward(self) -> None:
+        """After the last gradient of a backward; after the last one of a step they are all summed."""
+        if self.reduces or self._frees:
+            for bucket in self._buckets[self._next :]:
+                self._begin(bucket)
+            self._complete(len(self._begun))
+        if self.reduces:
+            self._publish()
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.arrived.clear()
+
+    def step(self) -> None:
+        """The optimizer's step: one parameter after the other, then what was updated goes to all ranks."""
+        ledger, settings = self._ledger, self._settings
+        masters = sum(
+            item.num_elements // item.shards * REMAINDERS_SEEN_BYTES
+            for item in self._trained.values()
+            if settings.stores_remainders and item.dtype == torch.bfloat16
+        )
+        seen = ledger.hold(ledger.new(masters, TEMPORARY))
+        if self._trained and self._optimizer.state_bytes_per_element:
+            ledger.use(STEP_TEMPORARIES * max(map(self._updated_bytes, self._trained.values())), "optimizer step")
+        gathered = [
+            bucket.length * bucket.members[0].dtype.itemsize
+            for bucket in self._buckets
+            if bucket.members[0].shards > 1 and not settings.contiguous_parameters
+        ]
+        at_a_time = len(gathered) if settings.overlaps_parameters else EXCHANGES
+        most = max((sum(gathered[i : i + at_a_time]) for i in range(len(gathered))), default=0)
+        ledger.use(most, "gathering of parameters")
+        ledger.release(seen)
+
+    def forget(self, made: Iterable[object]) -> None:
+        """These gradients have not been made."""
+        for key in list(made):
+            self._ledger.release(self.made.pop(key))
+
+    # ------------------------------------------------------------------------------------------------ buckets
+
+    def _packed(self, trained: Sequence[Trained]) -> list[_Bucket]:
+        """As ``runtime.bucket.pack`` deals them: from the last parameter on."""
+        settings = self._settings
+        filling: dict[object, tuple[list[Trained], float]] = {}
+        packed: list[list[Trained]] = []
+        order = {item.name: index for index, item in enumerate(reversed(trained))}
+        for item in reversed(trained):
+            split = self._is_split(item)
+            if item.copies == 1 and not item.is_shared and not split:
+                continue
+            num_bytes = item.num_elements * self._element_bytes(item)
+            members, filled = filling.get((item.group, item.dtype), ([], 0.0))
+            if not members or filled + num_bytes > settings.bucket_cap_bytes:
+                members, filled = [], 0.0
+                packed.append(members)
+            members.append(item)
+            filling[item.group, item.dtype] = members, filled + num_bytes
+        packed.sort(key=lambda members: order[members[-1].name])
+        return [_Bucket(members, self._is_split(members[0]), self._element_bytes(members[0])) for members in packed]
+
+    def _is_split(self, item: Trained) -> bool:
+        settings = self._settings
+        if not settings.makes_shards:
+            return False
+        return item.shards > 1 or not settings.stage or settings.state_dtype(item.dtype) != item.dtype
+
+    def _element_bytes(self, item: Trained) -> float:
+        if self._optimizer.grad_bytes_per_element is None and self._is_split(item):
+            return self._settings.gradient_dtype(item.dtype).itemsize
+        return gradient_bytes(self._optimizer, item.dtype, self._config)
+
+    def _allocate(self, bucket: _Bucket) -> None:
+        if bucket not in self.made:
+            self.made[bucket] = self._ledger.hold(self._ledger.new(bucket.buffer_bytes, GRADIENT))
+            self._ledger.use(0, f"gradient of {bucket.members[0].name}")
+
+    def _keep(self, name: str, storage: int) -> None:
+        """The gradient stays a tensor of the parameter's own."""
+        if name in self.made:
+            self._ledger.release(storage)
+            return
+        ledger, item = self._ledger, self._trained[name]
+        num_bytes = round(item.num_elements * gradient_bytes(self._optimizer, item.dtype, self._config))
+        self.made[name] = ledger.new(num_bytes, GRADIENT)
+        if ledger.holders(storage) > 1:  # else taken as it is
+            ledger.hold(self.made[name])
+            ledger.use(0, f"gradient of {name}")
+            ledger.release(storage)
+        else:
+            ledger.release(storage)
+            ledger.hold(self.made[name])
+
+    # ------------------------------------------------------------------------------------------------ sums
+
+    def _begin_complete(self) -> None:
+        """In a backward that reduces, begin the sums of buckets that are complete, in their order."""
+        if not (self._frees or (self.reduces and self._settings.asynchronous)):
+            return
+        while self._next < len(self._buckets):
+            bucket = self._buckets[self._next]
+            if len(bucket.arrived) < len(bucket.members):
+                return
+            self._begin(bucket)
+            self._next += 1
+            if self._frees:  # one may be under way while the next one fills
+                self._complete(len(self._begun) - self._settings.asynchronous)
+
+    def _begin(self, bucket: _Bucket) -> None:
+        ledger = self._ledger
+        self._allocate(bucket)
+        if bucket.is_split and self._settings.scatters and bucket.members[0].shards > 1:
+            rows = ledger.new(round(bucket.length * bucket.element_bytes), TEMPORARY)
+            self._exchanges.append(ledger.hold(rows))
+            ledger.use(0, "sum of gradients")
+            if len(self._exchanges) > EXCHANGES:
+                ledger.release(self._exchanges.pop(0))
+        self._begun.append(bucket)
+
+    def _complete(self, count: int) -> None:
+        """The first ``count`` of the sums that have begun are there."""
+        for bucket in self._begun[:count]:
+            if self._exchanges:
+                self._ledger.release(self._exchanges.pop(0))
+            is_scattered = bucket.is_split and self._settings.scatters
+            if not is_scattered or (self._settings.contiguous_gradients and not self._settings.frees_gradients):
+                continue
+            self.forget(member.name for member in bucket.members if member.name in self.made)
+            if bucket not in self._mine:
+                num_bytes = round(bucket.slice_elements * bucket.element_bytes)
+                self._mine[bucket] = self._ledger.hold(self._ledger.new(num_bytes, GRADIENT))
+                self._ledger.use(0, "sum of gradients")
+            self.forget([bucket])
+        self._begun = self._begun[count:]
+
+    def _publish(self) -> None:
+        """Hand out the sums: a copy of this rank's slice, where the optimizer sees another dtype."""
+        settings = self._settings
+        for bucket in self._buckets:
+            first = bucket.members[0]
+            dtype = settings.state_dtype(first.dtype)
+            if bucket.is_split and dtype != settings.gradient_dtype(first.dtype):
+                copy = self._ledger.new(bucket.slice_elements * dtype.itemsize, GRADIENT)
+                self._mine[bucket], old = self._ledger.hold(copy), self._mine.get(bucket)
+                self._ledger.use(0, "sum of gradients")
+                if old is not None:
+                    self._ledger.release(old)
+            if bucket.is_split and not settings.scatters and not settings.contiguous_gradients:
+                self.forget([bucket])
+
+    def _updated_bytes(self, item: Trained) -> int:
+        """The largest part of a parameter that this rank updates at a time."""
+        bucket = self._bucket_of.get(item.name)
+        if bucket is None or not bucket.is_split:
+            return item.num_elements * item.dtype.itemsize
+        return min(item.num_elements, bucket.slice_elements) * self._settings.state_dtype(item.dtype).itemsize
+
+
+REMAINDERS_SEEN_BYTES = 4
+"""Of an element of a master that is kept as a remainder, while the optimizer steps."""

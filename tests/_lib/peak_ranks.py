@@ -1,0 +1,98 @@
+"""Predicted and measured peaks of many plans of one GPT-2, on ranks that are processes: all plans in the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zoo
+from torch import nn
+
+from shardwright.compiler.api import parallelize
+from shardwright.compiler.compile import compile_graph
+from shardwright.compiler.cost.live_bytes import LiveBytes
+from shardwright.compiler.cost.memory import program_memory
+from shardwright.compiler.cost.pipeline_memory import pipeline_memory
+from shardwright.compiler.plan.pipeline import PipelineProgram
+from shardwright.compiler.trace.api import trace
+from shardwright.policies.registry import find_policy
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.optimizer import build_optimizer
+
+SIZES = {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 256, "n_positions": 32, "use_cache": False}
+SAMPLES = 16
+
+
+@dataclass(frozen=True)
+class PeakCase:
+    """A plan. ``unit``: ranks of a unit, 0 for all. ``fields``: of the config; ``options``: of the policy."""
+
+    policy: str
+    unit: int = 0
+    num_microbatches: int = 1
+    fields: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    recompute: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        words = [self.policy, *(f"{k}={v}" for k, v in (self.fields | self.options).items())]
+        words += ["bfloat16"] if self.dtype == torch.bfloat16 else []
+        return " ".join([*words, *(["recompute"] if self.recompute else []), f"x{self.num_microbatches}"])
+
+    def config(self, num_ranks: int) -> ComputeConfig:
+        staged = {"num_microbatches": self.num_microbatches} if self.policy in ("pp", "hybrid") else {}
+        unit = self.unit or num_ranks
+        return ComputeConfig(
+            plan_ngpus=unit, runtime_ngpus=num_ranks, use_end2end=True, pas_config={**self.options, **staged}, **self.fields
+        )
+
+    def plan(self, graph: Any, config: Any) -> Any:
+        found = find_policy(self.policy).apply(graph, config)
+        return replace(getattr(found, "plan", found), recompute=self.recompute)
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return zoo.get("gpt2").make(**SIZES).to(self.dtype).train()
+
+    def sample(self, num_ranks: int) -> dict[str, torch.Tensor]:
+        """One microbatch of one unit."""
+        size = SAMPLES // (num_ranks // (self.unit or num_ranks)) // self.num_microbatches
+        ids = torch.randint(256, (size, 32), generator=torch.Generator().manual_seed(0))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def predicted(case: PeakCase, num_ranks: int) -> list[int]:
+    """By rank of the unit, what the cost model says."""
+    config = case.config(num_ranks)
+    compiled = compile_graph(trace(case.model(), case.sample(num_ranks)), case.plan, config, policy_name=case.policy)
+    if isinstance(compiled.program, PipelineProgram):
+        return [memory.peak_bytes for memory in pipeline_memory(compiled.program, config)]
+    found = program_memory(compiled.program, config, num_microbatches=case.num_microbatches)
+    return [found.peak_bytes] * config.plan_ngpus
+
+
+def measure(folder: str, cases: Sequence[PeakCase]) -> list[int]:
+    """By case, the most bytes that live at once on this rank in the third step with Adam. Results are kept up to its end."""
+    return [_peak(Path(folder, str(number)), case) for number, case in enumerate(cases)]
+
+
+def _peak(folder: Path, case: PeakCase) -> int:
+    num_ranks = dist.get_world_size()
+    config, sample = case.config(num_ranks), case.sample(num_ranks)
+    model = parallelize(case.model(), sample, case.plan, config, gen_savedir=str(folder))
+    samples = [{name: x.clone() for name, x in sample.items()} for _ in range(case.num_microbatches)]
+    with LiveBytes() as live:
+        optimizer = build_optimizer(model, torch.optim.Adam, config, lr=1e-4)
+        live.watch([*model.parameters(), *model.buffers(), *(x for each in samples for x in each.values())])
+        for _ in range(3):
+            live.restart()
+            results = model.train_step(samples)
+            optimizer.step()
+            optimizer.zero_grad()
+            del results
+        return live.peak

@@ -1,0 +1,87 @@
+"""Peaks that are predicted against those measured in real processes with gloo, for one plan of each kind."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peak_ranks import PeakCase, predicted
+from spawn import run_processes
+
+BLOCKS = ("transformer.h.*",)
+BF16 = torch.bfloat16
+
+
+def table(**options: object) -> dict[str, object]:
+    return {"distributed_optimizer": options}
+
+
+PLAIN = [
+    PeakCase("dp", 1),
+    PeakCase("dp", 1, recompute=BLOCKS),
+    PeakCase("dp", 1, 4),
+    PeakCase("data"),
+    PeakCase("tp"),
+    PeakCase("tp", recompute=BLOCKS),
+    PeakCase("tp", num_microbatches=4),
+]
+ZERO = [
+    PeakCase("dp", 1, fields={"use_zero": 1}),
+    PeakCase("dp", 1, fields={"use_zero": 1, "zero_use_reduce_scatter": True}),
+    PeakCase("dp", 1, 2, fields={"use_zero": 2}),
+    PeakCase("dp", 1, 2, fields={"use_zero": 2, "reducer_bucket_cap_mb": 0.2}),
+    PeakCase("dp", 1, 2, fields={"use_zero": 2, "reducer_bucket_cap_mb": 0.2, "use_async_reducer": True}),
+    PeakCase("dp", 1, fields={"use_zero": 3}),
+]
+TABLES = [
+    PeakCase("dp", 1, 8, fields={"use_zero": 0} | table(), dtype=BF16),
+    PeakCase("dp", 1, 8, fields=table(), dtype=BF16),
+    PeakCase("dp", 1, 8, fields=table(store_param_remainders=True), dtype=BF16),
+    PeakCase("dp", 1, 8, fields=table(grad_sync_dtype="bf16"), dtype=BF16),
+    PeakCase("dp", 1, 8, fields=table(dtype="bf16")),
+    PeakCase("dp", 1, 8, fields=table(contiguous_param_buffer=True, overlap_grad_sync=False), dtype=BF16),
+    PeakCase("dp", 1, 8, fields=table(contiguous_grad_buffer=False), dtype=BF16),
+    PeakCase("dp", 1, 8, fields=table(overlap_param_sync=True, bucket_cap_mb=0.2), dtype=BF16),
+    PeakCase("dp", 1, 8, fields={"use_zero": 2} | table(bucket_cap_mb=0.2), dtype=BF16),
+    PeakCase("dp", 1, 8, fields={"use_zero": 3} | table(), dtype=BF16),
+    PeakCase("tp", 0, 8, fields={"use_zero": 0} | table(store_param_remainders=True), dtype=BF16),
+]
+PIPELINES = [
+    PeakCase("pp", num_microbatches=2),
+    PeakCase("pp", num_microbatches=8),
+    PeakCase("pp", num_microbatches=4, recompute=BLOCKS, options={"stage_starts": ("transformer.h.2",)}),
+    *(
+        PeakCase("pp", num_microbatches=4, options={"schedule": name, **({"chunks": 2} if chunks else {})})
+        for name, chunks in (("gpipe", False), ("1f1b_interleaved", True), ("zb_h1", False), ("zb_v", True))
+    ),
+]
+FOUR = [
+    PeakCase("dp", 1, 2, fields={"use_zero": 2}),
+    PeakCase("dp", 1, fields=table(store_param_remainders=True), dtype=BF16),
+    PeakCase("tp", 2),
+    PeakCase("pp", num_microbatches=4),
+    PeakCase("pp", num_microbatches=4, options={"schedule": "zb_h1"}),
+    PeakCase("pp", 2, 4, fields={"use_zero": 1}),
+    PeakCase("pp", 2, 4, fields={"use_zero": 2}),
+    PeakCase("pp", 2, 4, fields={"use_zero": 3}),
+    PeakCase("hybrid", num_microbatches=4, options={"num_stages": 2, "tp": 2}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_ranks", "cases"),
+    [(2, PLAIN), (2, ZERO), (2, TABLES), (2, PIPELINES), (4, FOUR)],
+    ids=["plain", "zero", "tables", "pipelines", "four ranks"],
+)
+def test_peaks_are_those_measured(tmp_path: Path, num_ranks: int, cases: list[PeakCase]) -> None:
+    measured = run_processes(num_ranks, "peak_ranks:measure", str(tmp_path), cases)
+    wrong = []
+    for number, case in enumerate(cases):
+        peaks = predicted(case, num_ranks)
+        for rank in range(num_ranks):
+            mine, theirs = peaks[rank % len(peaks)], measured[rank][number]
+            line = f"{case}, rank {rank}: predicted {mine}, measured {theirs} ({mine / theirs - 1:+.2%})"
+            print(line)
+            if abs(mine / theirs - 1) > 0.05:
+                wrong.append(line)
+    assert not wrong, "\n".join(wrong)

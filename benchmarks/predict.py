@@ -1,6 +1,7 @@
 """What the cost model says of plans, against what they take: seconds of a step, and peak bytes of each rank.
 
     python benchmarks/predict.py [--ranks 2] [--rounds 12] [--hardware FILE] [--keep FOLDER]
+    python benchmarks/predict.py --peaks [--ranks 2]
 
 One GPT in float32 with Adam on CPU, gloo, one thread per rank, some twenty plans for the same work: copies, ZeRO, tensor
 parallelism, data parallelism inside a unit, pipelines with several schedules, numbers of microbatches and splits,
@@ -9,7 +10,8 @@ recomputation. Every step trains on the same number of samples.
 Without ``--hardware`` the machine is calibrated first; ``--keep`` keeps its file and what was measured. All plans live in the
 same processes and take turns step by step, so that load from elsewhere meets all; the fastest round counts, as load only adds
 time. Memory is counted in a step of its own, storage by storage, and the samples count too. "Busy" leaves out waiting: what
-the processor spent on the busiest rank, which other jobs on the machine hardly change.
+the processor spent on the busiest rank, which other jobs on the machine hardly change. ``--peaks`` measures memory only, which
+needs no calibration and no quiet machine.
 """
 
 from __future__ import annotations
@@ -145,12 +147,12 @@ def run_rank(folder: Path, num_rounds: int) -> None:
         peaks.append(peak_bytes(model, config, samples))
         optimizer = shardwright.build_optimizer(model, torch.optim.Adam, config, lr=1e-4)
         steps.append((model, optimizer, samples))
-    times = np.empty((num_rounds + 2, len(steps), 2))
+    times = np.empty((num_rounds + 2 if num_rounds else 0, len(steps), 2))
     for row in times:
         for index, step in enumerate(steps):
             row[index] = seconds(*step)
     gathered: list[Any] = [None] * num_ranks
-    fastest = times[2:].min(axis=0)
+    fastest = times[2:].min(axis=0, initial=np.inf)
     dist.all_gather_object(gathered, (peaks, fastest[:, 1].tolist()))
     if dist.get_rank() == 0:
         busy = np.max([cpu for _, cpu in gathered], axis=0).tolist()
@@ -197,6 +199,19 @@ def busy_s(cost: PlanCost) -> float:
     return max(rank.compute_s + rank.communication_s for rank in cost.ranks)
 
 
+def report_peaks(num_ranks: int, costs: Sequence[PlanCost], measured: dict[str, Any]) -> None:
+    """A line for each plan: every rank's peak, and the largest error."""
+    worst = 0.0
+    for index, (case, cost) in enumerate(zip(cases(num_ranks), costs, strict=True)):
+        ranks = [peaks[index] for peaks in measured["peaks"]]
+        found = [cost.memory[rank % len(cost.memory)].peak_bytes for rank in range(num_ranks)]
+        error = max((mine / theirs - 1 for mine, theirs in zip(found, ranks, strict=True)), key=abs)
+        worst = max(worst, abs(error))
+        pairs = ", ".join(f"{mine / 1e6:.2f} / {theirs / 1e6:.2f}" for mine, theirs in zip(found, ranks, strict=True))
+        print(f"{case.name:28} {error:+7.2%}   {pairs}")
+    print(f"\nlargest error of a peak: {worst:.2%} (MB, predicted / measured, by rank)")
+
+
 def report(num_ranks: int, costs: Sequence[PlanCost], measured: dict[str, Any]) -> None:
     print(f"{'':28} {'step, ms':>20} {'':>7} {'busy, ms':>19}   {'peak, MB':>18}")
     print(f"{'plan':28} {'predicted measured':>20} {'':>7} {'predicted measured':>19}   {'predicted measured':>18}")
@@ -227,6 +242,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, choices=(2, 4))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--hardware", help="a hardware file (default: calibrate)")
+    parser.add_argument("--peaks", action="store_true", help="memory only")
     parser.add_argument("--keep", type=Path, help="a folder for machine.json and measured.json")
     parser.add_argument("--rank-in", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -235,6 +251,8 @@ def main() -> None:
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     with tempfile.TemporaryDirectory() as folder:
         file = arguments.hardware
+        if arguments.peaks:
+            file, arguments.rounds = file or "cpu", 0
         if file is None:
             file = f"{folder}/machine.json"
             command = [sys.executable, "-m", "shardwright", "calibrate", "--device", "cpu", "--out", file]
@@ -244,7 +262,8 @@ def main() -> None:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
         command = [*torchrun, __file__, "--rank-in", folder, "--rounds", str(arguments.rounds)]
         subprocess.run(command, check=True, env=environment)
-        report(arguments.ranks, costs, json.loads((Path(folder) / "measured.json").read_text()))
+        show = report_peaks if arguments.peaks else report
+        show(arguments.ranks, costs, json.loads((Path(folder) / "measured.json").read_text()))
         if arguments.keep:
             arguments.keep.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, arguments.keep / "machine.json")

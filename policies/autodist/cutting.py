@@ -16,8 +16,9 @@ from shardwright.policies.autodist.candidates import Pace, position_ranks, stage
 from shardwright.policies.autodist.chain import Part, block_starts, layer_blocks, layer_list, layer_parts
 from shardwright.policies.autodist.found import Attempt, Candidate
 from shardwright.policies.autodist.joining import joined
-from shardwright.policies.autodist.menu import Block, Menu
+from shardwright.policies.autodist.menu import Block, Menu, Tables
 from shardwright.policies.autodist.messages import Messages, RanksOf
+from shardwright.policies.autodist.moving import moved
 from shardwright.policies.autodist.space import Space
 from shardwright.policies.autodist.stages import InFlight, NoFit, NoGain, Split, may_take_less, split_stages
 from shardwright.policies.autodist.walk import Walk
@@ -52,6 +53,7 @@ class Cutter:
             elif isinstance(split, NoGain):
                 bound = min(bound, split.bound_s)
             else:
+                split = self._moved(attempt, split, costs, messages, memory_bytes)
                 candidate = self._candidate(attempt, split, starts, layers, costs, messages)
                 if best is None or candidate.predicted_s < best.predicted_s:
                     best = candidate
@@ -127,6 +129,22 @@ class Cutter:
             limit_bytes=self.space.memory_bytes,
         )
 
+    def _moved(self, attempt: Attempt, split: Split, costs: Sequence[Costs], messages: Messages, memory_bytes: float) -> Split:
+        """The stages moved where the schedule is another than the one they are cut for, and nobody said where they begin."""
+        pace, count = attempt.pace, self.space.num_microbatches
+        if _is_modelled(pace) or self.space.stage_starts is not None:
+            return split
+        holds = _in_flight(attempt.num_positions, pace, count)
+        blocks = [found.free() for found in costs]
+        return moved(
+            split,
+            [Tables(listed, count, splits_backward=False) for listed in blocks],
+            [holds(place) for place in range(len(split.stages), 0, -1)],
+            count,
+            memory_bytes / pace.chunks,
+            lambda trial: _predicted_s(trial, blocks, attempt, messages, count),
+        )
+
     def _candidate(
         self,
         attempt: Attempt,
@@ -188,6 +206,11 @@ def _in_flight(num_positions: int, pace: Pace, num_microbatches: int) -> InFligh
     return lambda place: peaks[schedule.placement[schedule.num_stages - place]]
 
 
+def _is_modelled(pace: Pace) -> bool:
+    """Whether stages are cut for the time of this schedule."""
+    return pace.schedule in ("", "1f1b", "gpipe") and pace.chunks == 1
+
+
 def _predicted_s(
     split: Split, blocks: Sequence[Sequence[Block]], attempt: Attempt, messages: Messages, num_microbatches: int
 ) -> float:
@@ -196,7 +219,7 @@ def _predicted_s(
     ``blocks``: by offer.
     """
     pace = attempt.pace
-    if pace.schedule in ("", "1f1b", "gpipe") and pace.chunks == 1:
+    if _is_modelled(pace):
         return split.cost_s
     schedule = generate(pace.schedule, attempt.num_positions, num_microbatches, pace.chunks)
     forwards, backwards, once = [], [], [0.0] * attempt.num_positions

@@ -4,7 +4,8 @@
         place the whole model on that mesh for speed alone                    (placement.py: every operator, exact or bounded)
     for each of them, the least bound first, as long as that is below the best plan so far:
         place the model within the memory too, where it does not fit
-        for every schedule: cut the chain of blocks into stages               (stages.py: exact under its model)
+        for every schedule: cut the chain of blocks into stages               (stages.py: exact under its model of 1F1B)
+                            move their begins, if it is another than 1F1B     (moving.py: as long as a simulation gets shorter)
     lower the most promising plans and audit them: adapters, messages and actions that are really emitted
         one that takes more memory than was predicted is cut into stages again, with as much less to be used
     the same with the pipeline axis further inside, where the machine has tiers           (tiers.py)

@@ -123,7 +123,6 @@ def _add(total: Found, found: Found, variant: Variant, time_limit_s: float) -> N
     total.audited = sorted([*total.audited, *map(variant.of, found.audited)], key=lambda candidate: candidate.step_s)
     total.others += map(variant.of, found.others)
     total.refused |= {f"{title}, {variant.title}": reason for title, reason in found.refused.items()}
-    total.bounds |= {f"{title}, {variant.title}": seconds for title, seconds in found.bounds.items()}
     total.bounds |= {f"{title}, {variant.title}": bound for title, bound in found.bounds.items()}
     if found.interrupted is not None:
         total.interrupted = INTERRUPT if found.interrupted == INTERRUPT else f"the time limit of {time_limit_s:.0f} s"

@@ -205,11 +205,9 @@ def found_by(seconds: Mapping[int, float]) -> Any:
         assert variant.zero_stage is not None
         if seconds[variant.zero_stage] < 0:
             raise KeyboardInterrupt
-        placed = Placed(Plan(planning.mesh_of("1")), 0.9 * seconds[variant.zero_stage], "none", "none")
-        return Found(
-            bounds={"2 stages": 0.8 * seconds[variant.zero_stage]},
-            audited=[Candidate("one rank", placed.plan, seconds[variant.zero_stage], (placed,))],
-        )
+        step_s = seconds[variant.zero_stage]
+        placed = Placed(Plan(planning.mesh_of("1")), 0.9 * step_s, "none", "none")
+        return Found(bounds={"2 stages": 0.8 * step_s}, audited=[Candidate("one rank", placed.plan, step_s, (placed,))])
 
     return one
 

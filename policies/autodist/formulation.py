@@ -64,6 +64,7 @@ class WeightUse:
     """
 
     reader: int
+    kind: ValueType
     wants: tuple[LayoutSet, ...]
     place: tuple[str, str | None]
     paid: Seconds
@@ -72,12 +73,14 @@ class WeightUse:
 @dataclass(frozen=True, eq=False)
 class SharedWeight:
     """A parameter with several readers. Each place gathers pieces for itself, which is what it pays; of any other copy, which
-    is made once, every reader pays its share, as of a :class:`SharedValue`.
+    is made once, every reader pays its share, as of a :class:`SharedValue`. ``sources``: what each choice stores it as;
+    ``conversions``: on the mesh that it is stored on.
     """
 
-    kind: ValueType
     store: int
+    sources: tuple[int, ...]
     uses: tuple[WeightUse, ...]
+    conversions: Conversions
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,23 +133,21 @@ class Formulation:
 
     def _uses_of(self, item: SharedWeight, choice: Sequence[int]) -> float:
         """What the adapters of a parameter cost beyond what the problem says."""
-        store = self.nodes[item.store]
-        assert isinstance(store, StoreNode)
-        source = store.layouts[choice[item.store]]
+        source, conversions = item.sources[choice[item.store]], item.conversions
         wants = [(use.wants[choice[use.reader]], use) for use in item.uses]
-        tree = self.conversions.tree(item.kind, source, union(want for want, _ in wants))
+        tree = conversions.tree(item.uses[0].kind, source, union(want for want, _ in wants))
         made: set[tuple[int, object]] = {(source, None)}
 
-        def make(goal: int, place: object) -> float:
-            if (goal, None) in made or (goal, place) in made:
+        def make(goal: int, use: WeightUse) -> float:
+            if (goal, None) in made or (goal, use.place) in made:
                 return 0.0
             start = tree[goal]
-            seconds = make(start, place) + self.conversions.step_s(item.kind, start, goal)
-            everywhere = (start, None) in made and not self.conversions.gathers(item.kind, start, goal)
-            made.add((goal, None if everywhere else place))
+            seconds = make(start, use) + conversions.step_s(use.kind, start, goal)
+            everywhere = (start, None) in made and not conversions.gathers(use.kind, start, goal)
+            made.add((goal, None if everywhere else use.place))
             return seconds
 
-        exact = sum(make(goal, use.place) for want, use in wants for goal in want)
+        exact = sum(make(goal, use) for want, use in wants for goal in want)
         return exact - sum(float(use.paid[choice[item.store], choice[use.reader]]) for _, use in wants)
 
     def _relayed(self, node: RelayNode, relay: int, choice: Sequence[int]) -> float:

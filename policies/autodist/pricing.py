@@ -5,11 +5,63 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
+from shardwright.compiler.plan.conversion import canonical
+from shardwright.compiler.plan.zero import in_pieces, over_units, units_of_storage
 from shardwright.policies.autodist.conversions import Conversions, LayoutSet, ValueType
 from shardwright.policies.autodist.copies import Maker, Reader
 from shardwright.policies.autodist.request import PlacementRequest
 from shardwright.policies.autodist.strategies import LayoutTable, Menus, Seconds, used
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.layout import Layout
+
+
+class OverUnits:
+    """Conversions of parameters on the mesh that they are stored on, which has an axis for the units: from the pieces that a
+    layout within the unit is stored in, to what readers have, whole over the units with a gradient that is a summand.
+    """
+
+    def __init__(self, pricing: Pricing, num_units: int, unit_size: int) -> None:
+        self._within, self._num_units = pricing.layouts, num_units
+        self.unit_mesh, self.mesh = pricing.request.mesh, pricing.request.mesh.over_units(num_units)
+        ranks = tuple(unit * unit_size + rank for unit in range(num_units) for rank in pricing.request.ranks)
+        self._layouts = LayoutTable()
+        self.conversions = Conversions(self.mesh, ranks, pricing.request.hardware, self._layouts)
+        self._arrays: dict[Hashable, Seconds] = {}
+
+    def stored(self, layout: int, *, differentiable: bool) -> int:
+        """The number of what a layout within the unit is stored as."""
+        found = self._within[layout]
+        axes = [axis for axis in found.grad_partial if self.unit_mesh.axis_size(axis) > 1]
+        return self._id(in_pieces(found, axes, self.unit_mesh, self._num_units), differentiable)
+
+    def wanted(self, layouts: LayoutSet, *, differentiable: bool) -> LayoutSet:
+        """The numbers of what readers want that have these layouts within the unit."""
+        return tuple(sorted({self._id(over_units(self._within[layout]), differentiable) for layout in layouts}))
+
+    def adapters(self, kind: ValueType, maker: Maker, sets: Sequence[LayoutSet], key: Hashable) -> Seconds:
+        """As :meth:`Pricing.adapters`; infinite where a reader has not as a summand what is stored in pieces for that."""
+        full = (kind, maker.key, key)
+        if full not in self._arrays:
+            sources = [self.stored(layout, differentiable=kind.differentiable) for layout in maker.gives.tolist()]
+            distinct = tuple(dict.fromkeys(sets))
+            goals = [self.wanted(wanted, differentiable=kind.differentiable) for wanted in distinct]
+            prices = self.conversions.seconds(kind, sources, goals)
+            if len(sources) > 1:  # else there is no other way to store it
+                prices[self._differs(maker.gives.tolist(), distinct)] = np.inf
+            position = {wanted: index for index, wanted in enumerate(distinct)}
+            self._arrays[full] = prices[:, [position[wanted] for wanted in sets]]
+        return self._arrays[full]
+
+    def _differs(self, layouts: Sequence[int], sets: Sequence[LayoutSet]) -> npt.NDArray[np.bool_]:
+        """``[layouts, sets]``: where a layout is G and some reader's is not, so that lowering stores it in other pieces."""
+        summed = [set(self._within[layout].grad_partial) for layout in layouts]
+        common = [set.intersection(*(set(self._within[layout].grad_partial) for layout in wanted)) for wanted in sets]
+        return np.array([[not own <= shared for shared in common] for own in summed])
+
+    def _id(self, layout: Layout, differentiable: bool) -> int:
+        return self._layouts.id(canonical(layout, self.mesh, differentiable=differentiable))
 
 
 class Pricing:
@@ -18,7 +70,9 @@ class Pricing:
     """
 
     def __init__(self, request: PlacementRequest) -> None:
+        self.request = request
         self.layouts = LayoutTable()
+        self._over_units: dict[tuple[int, int], OverUnits] = {}
         self.menus = Menus(request.mesh, request.ranks, request.hardware, request.times, self.layouts)
         self.conversions = Conversions(request.mesh, request.ranks, request.hardware, self.layouts)
         self.arrays: dict[Hashable, Seconds] = {}
@@ -37,16 +91,12 @@ class Pricing:
             self.arrays[full] = prices[rows[:, None], np.array([position[wanted] for wanted in sets])[None, :]]
         return self.arrays[full]
 
-    def gathered_twice(self, kind: ValueType, maker: Maker, sets: Sequence[LayoutSet], key: Hashable) -> Seconds:
-        """``[choices of the maker, sets]``: infinite where a parameter that is stored over units would be gathered within the
-        unit as well. It need not be: what is stored as it is used is cut along the same axes, and gathered from all of them.
-        """
-        full = ("twice", kind, maker.key, key)
-        if full not in self.arrays:
-            gathers = self.conversions.gathers
-            rows = [[any(gathers(kind, s, goal) for goal in wanted) for wanted in sets] for s in maker.gives.tolist()]
-            self.arrays[full] = np.where(np.array(rows), np.inf, 0.0)
-        return self.arrays[full]
+    def over_units(self, config: ComputeConfig) -> OverUnits:
+        """The same for parameters that ZeRO-3 stores over units."""
+        key = units_of_storage(config), config.plan_ngpus
+        if key not in self._over_units:
+            self._over_units[key] = OverUnits(self, *key)
+        return self._over_units[key]
 
     def has(self, sets: Sequence[LayoutSet], key: Hashable, reader: Reader) -> Seconds:
         """``[sets, choices of the reader]``: 0 where the set has what the reader wants, else forbidden."""

@@ -15,7 +15,7 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.plan.conversion import convert
 from shardwright.compiler.plan.program import Declaration
-from shardwright.compiler.plan.zero import in_pieces, is_large, over_units, units_of_storage
+from shardwright.compiler.plan.zero import in_pieces, is_large, units_of_storage
 from shardwright.policies.autodist.copies import Maker, Reader
 from shardwright.policies.autodist.draft import Draft
 from shardwright.policies.autodist.formulation import StoreNode
@@ -73,7 +73,7 @@ def _storage(
     draft: Draft, value: IRValue, candidates: Sequence[int], readers: Sequence[Reader]
 ) -> tuple[Seconds, Seconds, Seconds]:
     """For every way to store a tensor: seconds per step of the gradient's sums and the optimizer, with ZeRO-3 also of gathering
-    it from where it is stored, once for every place that reads it; bytes held; and bytes held when the forward ends, at least.
+    it within the unit, once for every place that reads it; bytes held; and bytes held when the forward ends, at least.
     """
     request, config = draft.request, draft.request.config
     cost, held, least = (np.zeros(len(candidates)) for _ in range(3))
@@ -81,7 +81,7 @@ def _storage(
     item = value.dtype.itemsize
     for index, candidate in enumerate(candidates):
         layout, mesh = draft.pricing.layouts[candidate], request.mesh
-        if config.use_zero == 3 and trained and is_large(value):
+        if config.use_zero == 3 and value.kind is ValueKind.PARAMETER and is_large(value):
             layout, mesh, gathered_s = _in_pieces(draft, value, layout, readers)
             cost[index] += gathered_s
         declaration = Declaration(value, layout)
@@ -105,17 +105,19 @@ def _storage(
 
 
 def _in_pieces(draft: Draft, value: IRValue, layout: Layout, readers: Sequence[Reader]) -> tuple[Layout, Mesh, float]:
-    """How ZeRO-3 stores a parameter that its readers have as ``layout``, on which mesh, and the seconds of gathering it."""
+    """How ZeRO-3 stores a parameter that its readers have as ``layout``, on which mesh, and the seconds of gathering it; those
+    of gathering it from several units are among its adapters (:class:`shardwright.policies.autodist.pricing.OverUnits`).
+    """
     request = draft.request
     zero = units_of_storage(request.config)
     axes = [axis for axis in layout.grad_partial if request.mesh.axis_size(axis) > 1]
     stored, mesh = in_pieces(layout, axes, request.mesh, zero), request.mesh.over_units(zero)
-    within = over_units(layout) if zero > 1 else layout
-    ranks = tuple(unit * request.config.plan_ngpus + rank for unit in range(zero) for rank in request.ranks)
+    if zero > 1:
+        return stored, mesh, 0.0
     seconds = 0.0
     places = {(node.op.module_path, node.op.region): draft.forwards(node.op) for node in draft.operators(readers)}
-    for step in convert(stored, within, mesh):
-        time = step_time(step, value.dtype, mesh, ranks, request.hardware)
+    for step in convert(stored, layout, mesh):
+        time = step_time(step, value.dtype, mesh, request.ranks, request.hardware)
         again = time.forward_s if step.kind == "all_gather" else 0.0
         for forwards in places.values():
             seconds += forwards * time.forward_s + request.microbatches * (time.backward_s + again)

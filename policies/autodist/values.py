@@ -6,13 +6,13 @@ How a value is priced depends on its readers: :meth:`Values.add` says which of t
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.plan.zero import is_large, units_of_storage
-from shardwright.policies.autodist.conversions import LayoutSet, ValueType, union
+from shardwright.policies.autodist.conversions import Conversions, LayoutSet, ValueType, union
 from shardwright.policies.autodist.copies import Maker, Reader, layout_sets
 from shardwright.policies.autodist.draft import Draft
 from shardwright.policies.autodist.formulation import (
@@ -67,13 +67,15 @@ class Values:
     def _prices(self, kind: ValueType, maker: Maker, sets: Sequence[LayoutSet], key: Hashable) -> Seconds:
         """``[choices of the maker, sets]``."""
         pricing = self.draft.pricing
-        seconds = pricing.adapters(kind, maker, sets, key)
-        return seconds + pricing.gathered_twice(kind, maker, sets, key) if self._is_over_units(maker) else seconds
+        if self._is_over_units(maker):
+            return pricing.over_units(self.draft.request.config).adapters(kind, maker, sets, key)
+        return pricing.adapters(kind, maker, sets, key)
 
     def _is_over_units(self, maker: Maker) -> bool:
         """Whether ZeRO-3 stores a parameter over several units."""
         node = self.draft.nodes[maker.node] if maker.node is not None else None
-        return isinstance(node, StoreNode) and units_of_storage(self.draft.request.config) > 1 and is_large(node.value)
+        is_parameter = isinstance(node, StoreNode) and node.value.kind is ValueKind.PARAMETER and is_large(node.value)
+        return is_parameter and units_of_storage(self.draft.request.config) > 1
 
     def _edge(self, kind: ValueType, maker: Maker, reader: Reader, fixed: LayoutSet) -> None:
         """Between the maker of a value and its only reader."""
@@ -138,24 +140,39 @@ class Values:
         operators = self.draft.operators(readers)
         assert len(operators) == len(readers), "a parameter that more than operators read"
         places = [(node.op.module_path, node.op.region) for node in operators]
-        arrays, gathers = self.draft.pricing.arrays, self.draft.pricing.conversions.gathers
+        sources, goals, conversions = self._as_stored(kind, maker, readers)
+        arrays = self.draft.pricing.arrays
         uses = []
-        for reader, place in zip(readers, places, strict=True):
+        for reader, node, place, wants in zip(readers, operators, places, goals, strict=True):
             assert reader.node is not None
-            prices = self._prices(kind, maker, reader.wants, ("edge", reader.key, ()))
-            key = ("weight", kind, maker.key, reader.key, len(readers), places.count(place))
+            own = replace(kind, forwards=self.draft.forwards(node.op))
+            prices = self._prices(own, maker, reader.wants, ("edge", reader.key, ()))
+            key = ("weight", id(conversions), own, maker.key, reader.key, len(readers), places.count(place))
             if key not in arrays:
                 gathered = {
-                    (source, want): any(gathers(kind, source, goal) for goal in want)
-                    for source in used(maker.gives)
-                    for want in set(reader.wants)
+                    (source, want): any(conversions.gathers(kind, source, goal) for goal in want)
+                    for source in set(sources)
+                    for want in set(wants)
                 }
-                table = np.array([[gathered[source, want] for want in reader.wants] for source in maker.gives.tolist()])
+                table = np.array([[gathered[source, want] for want in wants] for source in sources])
                 arrays[key] = prices / np.where(table, places.count(place), len(readers))
             paid = arrays[key]
             self.draft.edges.append((maker.node, reader.node, paid))
-            uses.append(WeightUse(reader.node, reader.wants, place, paid))
-        self.weights.append(SharedWeight(kind, maker.node, tuple(uses)))
+            uses.append(WeightUse(reader.node, own, wants, place, paid))
+        self.weights.append(SharedWeight(maker.node, sources, tuple(uses), conversions))
+
+    def _as_stored(
+        self, kind: ValueType, maker: Maker, readers: Sequence[Reader]
+    ) -> tuple[tuple[int, ...], list[tuple[LayoutSet, ...]], Conversions]:
+        """What a parameter is stored as by choice and what each reader wants by choice, as numbers for the conversions."""
+        gives: tuple[int, ...] = tuple(maker.gives.tolist())
+        if not self._is_over_units(maker):
+            return gives, [reader.wants for reader in readers], self.draft.pricing.conversions
+        over = self.draft.pricing.over_units(self.draft.request.config)
+        differentiable = kind.differentiable
+        sources = tuple(over.stored(layout, differentiable=differentiable) for layout in gives)
+        goals = [tuple(over.wanted(want, differentiable=differentiable) for want in reader.wants) for reader in readers]
+        return sources, goals, over.conversions
 
     def _share(self, value: IRValue, kind: ValueType, maker: Maker, readers: list[Reader], fixed: LayoutSet) -> None:
         """Every reader pays its share of the copy it wants."""

@@ -199,13 +199,32 @@ def test_the_cost_is_the_audits_at_every_stage_of_zero(
 ) -> None:
     config = ComputeConfig(plan_ngpus=plan_ngpus, runtime_ngpus=runtime_ngpus, use_zero=zero, zero_ngroups=ngroups)
     hardware = planning.slow_machine(runtime_ngpus, bytes_per_s=bytes_per_s)
-    tied = zero < 3 or units_of_storage(config) == 1  # over several units, what a tied weight is stored as depends on its uses
-    graph = zoo_graph("gpt2" if tied else "mlp")
-    wanted = request(graph, mesh_of(str(plan_ngpus)), hardware, config=config, memory_limit_bytes=1e12)
+    wanted = request(zoo_graph("gpt2"), mesh_of(str(plan_ngpus)), hardware, config=config, memory_limit_bytes=1e12)
     found = placed(wanted)
     plan = replace(found.plan, zero=units_of_storage(config))
     cost = audit(lower(wanted.graph, plan), config, hardware)
     assert math.isclose(found.cost_s, cost.step_s, rel_tol=1e-9)
+
+
+def test_any_choice_costs_what_the_audit_says_with_pieces_over_units() -> None:
+    """A weight that is tied among them; but for what is forbidden, as it would be stored in other pieces."""
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=4, use_zero=3)
+    graph = zoo_graph("gpt2")
+    wanted = request(graph, mesh_of("2"), planning.slow_machine(4), config=config)
+    formulation = formulate(wanted)
+    rng, tried = random.Random(1), 0
+    best = placed(wanted).choice
+    while tried < 3:
+        drawn = random_choice(formulation, rng)
+        if drawn is None:
+            continue
+        stores = [index for index, node in enumerate(formulation.nodes) if isinstance(node, StoreNode)]
+        choice = formulation.settle([drawn[i] if rng.random() < 0.3 and i not in stores else c for i, c in enumerate(best)])
+        if math.isinf(formulation.cost(choice)):
+            continue
+        plan = replace(plan_of(wanted, formulation, choice), zero=units_of_storage(config))
+        assert math.isclose(formulation.cost(choice), audit(lower(graph, plan), config, wanted.hardware).step_s, rel_tol=1e-9)
+        tried += 1
 
 
 @pytest.mark.parametrize("bytes_per_s", [1e7, 1e10])

@@ -87,14 +87,14 @@ class ProcessGroupTransport:
             dist.all_to_all_single(rows.view(-1), x.view(-1), group=self.process_group)
             torch.sum(rows, 0, dtype=x.dtype, out=result)
         else:
-            _reduce_scatter_single(result, x.view(-1), group=self.process_group)
+            _reduce_scatter_single(_real(result), _real(x.view(-1)), group=self.process_group)
 
     def start_reduce_scatter_(self, x: Tensor, sizes: list[int]) -> Work:
         mine = torch.split(x, sizes)[dist.get_rank(self.process_group)]
         if x.device.type == "cpu" or len(set(sizes)) > 1:
             return self._exchange_rows(x, sizes, mine)
         # NCCL works in place where the result is the rank's own chunk.
-        return _reduce_scatter_single(mine, x, group=self.process_group, async_op=True)  # type: ignore[no-any-return]
+        return _reduce_scatter_single(_real(mine), _real(x), group=self.process_group, async_op=True)  # type: ignore[no-any-return]
 
     def _exchange_rows(self, x: Tensor, sizes: list[int], result: Tensor) -> Work:
         # Gloo's own reduce-scatter is an all-reduce of everything. Exchanging the rows and adding here sends half as much,
@@ -140,6 +140,11 @@ class ProcessGroupTransport:
 
 EXCHANGES_UNDER_WAY = 2
 """Each needs room for the rows that come, as much as what is summed."""
+
+
+def _real(x: Tensor) -> Tensor:
+    """The same memory as real numbers. Torch sees to it in all collectives but reduce-scatter; NCCL knows no others."""
+    return torch.view_as_real(x).view(-1) if x.is_complex() else x
 
 
 class _AddingRows:

@@ -61,7 +61,7 @@ def install() -> None:
     cuda.synchronize = lambda device=None: ours.synchronise()
     cuda.default_generators = tuple(ours.default_generator(index) for index in range(NUM_DEVICES))
     cuda.get_device_properties = lambda device=None: SimpleNamespace(
-        uuid=f"GPU-{_index(device)}", name="fake", major=9, minor=0
+        uuid=f"GPU-{_index(device)}", name="fake", major=9, minor=0, total_memory=2**34
     )
     cuda.get_device_name = lambda device=None: "fake"
     storage: Any = torch.UntypedStorage  # which makes none of a device that torch was not built for

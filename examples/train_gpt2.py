@@ -127,7 +127,7 @@ def main() -> None:
     if on_gpu:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     world_size = dist.get_world_size()
     plan_ngpus = arguments.plan_ngpus or (1 if arguments.policy == "dp" else world_size)
     config = shardwright.ComputeConfig(plan_ngpus=plan_ngpus, runtime_ngpus=world_size, grad_reduction="mean", outputs="loss")

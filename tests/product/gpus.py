@@ -1,12 +1,12 @@
 """Everything on the GPUs of this machine, held to one device.
 
-    torchrun --nproc_per_node=4 tests/product/gpus.py [--only tp pp] [--backend nccl]
+    torchrun --nproc_per_node=4 tests/product/gpus.py [--only tp pp] [--backend nccl] [--eager]
 
 Trains small models in float64 under data, tensor, pipeline and hybrid plans, with every stage of ZeRO, and compares losses,
 gradients and parameters of each rank with the model on the CPU, within the bound of all parity tests; resumes from
 checkpoints; trains in autocast with scaled losses; recomputes dropout. Prints a line for each and a verdict; the exit status
-tells whether all is well. Run it with 1, 2, 4 and 8 ranks. NCCL serves ranks that have a GPU each; with fewer GPUs it says so
-and takes gloo and the CPU.
+tells whether all is well. Run it with 1, 2, 4 and 8 ranks, with ``--eager`` and without. NCCL serves ranks that have a GPU
+each; with fewer GPUs it says so and takes gloo and the CPU.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], help="what has one of these words in its name")
     parser.add_argument("--backend", choices=("nccl", "gloo"), help="default: nccl where each rank has a GPU, else gloo")
+    parser.add_argument("--eager", action="store_true", help="NCCL makes communicators with the groups (device_id is given)")
     options = parser.parse_args()
     local_rank, num_local = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= num_local
     backend = options.backend or ("nccl" if has_gpus else "gloo")
     if backend == "nccl":
         torch.cuda.set_device(local_rank)
-    dist.init_process_group(backend)
+    eager = options.eager and backend == "nccl"
+    dist.init_process_group(backend, device_id=torch.device("cuda", local_rank) if eager else None)
     world = current_world()
     say = print if world.rank == 0 else lambda *args, **kwargs: None
     where = (

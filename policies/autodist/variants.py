@@ -104,7 +104,7 @@ class Variants:
             left = time_limit_s - (time.monotonic() - began)
             if total.interrupted == INTERRUPT or (left <= 0 and total.best is not None):
                 total.refused[variant.title] = "not searched, as the search had ended"
-                total.interrupted = total.interrupted or f"the time limit of {time_limit_s:.0f} s"
+                total.interrupted = total.interrupted or _time_over(time_limit_s)
                 continue
             worth_s = float("inf") if total.best is None else WORTH * total.best.step_s
             try:
@@ -125,7 +125,11 @@ def _add(total: Found, found: Found, variant: Variant, time_limit_s: float) -> N
     total.refused |= {f"{title}, {variant.title}": reason for title, reason in found.refused.items()}
     total.bounds |= {f"{title}, {variant.title}": bound for title, bound in found.bounds.items()}
     if found.interrupted is not None:
-        total.interrupted = INTERRUPT if found.interrupted == INTERRUPT else f"the time limit of {time_limit_s:.0f} s"
+        total.interrupted = INTERRUPT if found.interrupted == INTERRUPT else _time_over(time_limit_s)
+
+
+def _time_over(time_limit_s: float) -> str:
+    return f"the time limit of {time_limit_s:.0f} s, in shares"
 
 
 def _check_no_stages(stages: Sequence[int] | None, config: ComputeConfig) -> None:

@@ -233,7 +233,7 @@ def test_the_time_is_shared() -> None:
     assert [candidate.plan.zero_stage for candidate in found.audited] == [3, 1, 0, 2]
     assert found.bounds["2 stages, ZeRO-1"] == 0.8 and found.bound_s == 0.4 and found.tried_mixed
     late = variants_of(config_of(1, 2)).search(one, 0.0)
-    assert late.best is not None and late.best.plan.zero_stage == 0 and late.interrupted == "the time limit of 0 s"
+    assert late.best is not None and late.best.plan.zero_stage == 0 and late.interrupted == "the time limit of 0 s, in shares"
     assert list(late.refused) == ["ZeRO-1", "ZeRO-2", "ZeRO-3"]
 
 

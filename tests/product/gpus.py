@@ -1,6 +1,6 @@
 """Everything on the GPUs of this machine, held to one device.
 
-    torchrun --nproc_per_node=4 tests/product/gpus.py [--only tp pp] [--backend nccl] [--eager]
+    torchrun --nproc_per_node=4 tests/product/gpus.py [--only tp pp] [--backend nccl] [--eager] [--zoo]
 
 Trains small models in float64 under data, tensor, pipeline and hybrid plans, with every stage of ZeRO, and compares losses,
 gradients and parameters of each rank with the model on the CPU, within the bound of all parity tests; resumes from
@@ -27,6 +27,7 @@ import cuda_jobs
 import device_parity
 import torch
 import torch.distributed as dist
+import zoo
 
 from shardwright.runtime.world import current_world
 
@@ -36,6 +37,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[""], help="what has one of these words in its name")
     parser.add_argument("--backend", choices=("nccl", "gloo"), help="default: nccl where each rank has a GPU, else gloo")
     parser.add_argument("--eager", action="store_true", help="NCCL makes communicators with the groups (device_id is given)")
+    parser.add_argument("--zoo", action="store_true", help="all models of the tests, too, under tp")
     options = parser.parse_args()
     local_rank, num_local = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= num_local
@@ -54,7 +56,9 @@ def main() -> int:
     say(f"torch {torch.__version__}, {world.size} rank(s) over {backend} on {where}")
     warnings.simplefilter("ignore")
     (folder,) = world.broadcast_object([tempfile.mkdtemp() if world.rank == 0 else ""])
-    checks = {name: check for name, check in _checks(world.size).items() if any(word in name for word in options.only)}
+    cases = device_parity.cases(world.size)
+    cases += [device_parity.Case("zoo, tp", model, "tp") for model in zoo.names() if options.zoo]
+    checks = {name: check for name, check in _checks(cases, world.size).items() if any(word in name for word in options.only)}
     failed = []
     for number, (name, check) in enumerate(checks.items()):
         try:
@@ -76,7 +80,7 @@ Check = Callable[[Path], str]
 """What is wrong with something, on this rank, in a folder of its own."""
 
 
-def _checks(num_ranks: int) -> dict[str, Check]:
+def _checks(cases: list[device_parity.Case], num_ranks: int) -> dict[str, Check]:
     def trained(case: device_parity.Case) -> Check:
         def check(folder: Path) -> str:
             found = device_parity.compare(case, folder)
@@ -91,7 +95,7 @@ def _checks(num_ranks: int) -> dict[str, Check]:
 
         return check
 
-    checks = {f"{case.name} ({case.model})": trained(case) for case in device_parity.cases(num_ranks)}
+    checks = {f"{case.name} ({case.model})": trained(case) for case in cases}
     for name, act in cuda_jobs.ACTS.items():
         kind, _, plan = name.partition(" ")
         if kind != "waits" and (num_ranks > 1 or plan == "dp"):  # waits are seen on fake devices

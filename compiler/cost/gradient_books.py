@@ -121,11 +121,8 @@ class GradientBooks:
     def step(self) -> None:
         """The optimizer's step: one parameter after the other, then what was updated goes to all ranks."""
         ledger, settings = self._ledger, self._settings
-        masters = sum(
-            item.num_elements // item.shards * REMAINDERS_SEEN_BYTES
-            for item in self._trained.values()
-            if settings.stores_remainders and item.dtype == torch.bfloat16
-        )
+        halved = [item for item in self._trained.values() if settings.stores_remainders and item.dtype == torch.bfloat16]
+        masters = sum(item.num_elements // item.shards for item in halved) * REMAINDERS_SEEN_BYTES
         seen = ledger.hold(ledger.new(masters, TEMPORARY))
         if self._trained and self._optimizer.state_bytes_per_element:
             ledger.use(STEP_TEMPORARIES * max(map(self._updated_bytes, self._trained.values())), "optimizer step")
@@ -136,7 +133,8 @@ class GradientBooks:
         ]
         at_a_time = len(gathered) if settings.overlaps_parameters else EXCHANGES
         most = max((sum(gathered[i : i + at_a_time]) for i in range(len(gathered))), default=0)
-        ledger.use(most, "gathering of parameters")
+        split = max((self._updated_bytes(item) for item in halved), default=0) * REMAINDERS_SPLIT
+        ledger.use(most + round(split), "gathering of parameters")
         ledger.release(seen)
 
     def forget(self, made: Iterable[object]) -> None:
@@ -265,3 +263,6 @@ class GradientBooks:
 
 REMAINDERS_SEEN_BYTES = 4
 """Of an element of a master that is kept as a remainder, while the optimizer steps."""
+
+REMAINDERS_SPLIT = 5 / 4
+"""What taking such a master apart needs, of its own size: its bits, and where it is no number."""

@@ -38,11 +38,12 @@ def divisors(number: int) -> list[int]:
 
 
 def stage_sizes(num_ranks: int) -> list[int]:
-    """On how many ranks a stage may be that need not be like the others: any number up to 8 ranks; of more, divisors and powers
-    of two, from a sixteenth of them.
+    """On how many ranks a stage may be that need not be like the others: any number of up to 7 that are no power of two; else
+    divisors and powers of two, from a sixteenth of the ranks.
     """
-    sizes = range(1, num_ranks)
-    return [n for n in sizes if num_ranks <= 8 or (16 * n >= num_ranks and (num_ranks % n == 0 or n & (n - 1) == 0))]
+    if num_ranks <= 7 and num_ranks & (num_ranks - 1):
+        return list(range(1, num_ranks))
+    return [n for n in range(1, num_ranks) if 16 * n >= num_ranks and (num_ranks % n == 0 or n & (n - 1) == 0)]
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ class Cutter:
 
     def __init__(self, graph: PlannableGraph, space: Space) -> None:
         self.graph, self.space = graph, space
+        self._messages: dict[tuple[tuple[Walk, ...], tuple[int, ...]], Messages] = {}
         self._costs: dict[tuple[Walk, tuple[int, ...], bool], Costs] = {}
 
     def cut(self, attempt: Attempt, memory_bytes: float) -> Candidate | NoFit | NoGain:
@@ -41,12 +42,7 @@ class Cutter:
         needed, bound = float("inf"), float("inf")
         for starts, layers in self._chains(attempt.offers[0].walk, attempt.num_positions * attempt.pace.chunks):
             costs = [self._costs_of(offer.walk, starts, layers) for offer in attempt.offers]
-            messages = Messages(
-                [offer.walk for offer in attempt.offers],
-                starts,
-                _ranks_of(attempt, self.space.num_microbatches),
-                only_like_home=len(costs) > 1,
-            )
+            messages = self._messages_of(attempt, starts)
             split = self._split(attempt, costs, messages, memory_bytes)
             if isinstance(split, NoFit):
                 needed = min(needed, split.needed_bytes)
@@ -78,6 +74,16 @@ class Cutter:
             ):
                 return True
         return False
+
+    def _messages_of(self, attempt: Attempt, starts: Sequence[int]) -> Messages:
+        """The prices of boundaries; where stages differ, attempts with the same blocks share them."""
+        walks, ranks_of = [offer.walk for offer in attempt.offers], _ranks_of(attempt, self.space.num_microbatches)
+        if len(walks) == 1:
+            return Messages(walks, starts, ranks_of)
+        key = tuple(walks), tuple(starts)
+        if key not in self._messages:
+            self._messages[key] = Messages(walks, starts, ranks_of, only_like_home=True)
+        return self._messages[key]
 
     def _menus(self, attempt: Attempt, costs: Sequence[Costs]) -> list[Menu]:
         return [Menu(offer.walk.mesh.size, found.free()) for offer, found in zip(attempt.offers, costs, strict=True)]

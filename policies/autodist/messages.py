@@ -97,6 +97,7 @@ class Messages:
         self._boundaries: dict[tuple[int, int, bytes], Boundary] = {}
         self._at: dict[tuple[int, int, int], Boundary] = {}
         self._fits: dict[tuple[int, int], bool] = {}
+        self._adapters: dict[tuple[int, int | None], Array] = {}
         self._relief: dict[int, Array] = {}
         self._seconds: dict[Hashable, float] = {}
 
@@ -107,8 +108,8 @@ class Messages:
     def relief_s(self, menu: int) -> Array:
         """What the boundaries before and after a stage can save of its adapters."""
         if menu not in self._relief:
-            taken = [self._table(functools.partial(self._taken_s, before, menu)) for before in range(len(self.walks))]
-            sent = np.minimum(self._table(functools.partial(self._sent_s, menu)), 0.0).min(axis=1)
+            taken = [self._taken(before, menu) for before in range(len(self.walks))]
+            sent = np.minimum(self._sent(menu), 0.0).min(axis=1)
             self._relief[menu] = np.minimum(np.minimum.reduce(taken), 0.0) + sent[None, :]  # what ends where another begins
         return self._relief[menu]
 
@@ -135,9 +136,18 @@ class Messages:
     def _priced(self, before: int, after: int, here: tuple[int, ...], there: tuple[int, ...]) -> Boundary:
         way = self._table(functools.partial(self._crossing_s, before, after, here, there, False))
         back = self._table(functools.partial(self._crossing_s, before, after, here, there, True))
-        sent = self._table(functools.partial(self._sent_s, before))
-        taken = self._table(functools.partial(self._taken_s, before, after))
+        sent, taken = self._sent(before), self._taken(before, after)
         return Boundary(way, back, sent, taken, way + back + sent + taken)
+
+    def _sent(self, before: int) -> Array:
+        if (before, None) not in self._adapters:
+            self._adapters[before, None] = self._table(functools.partial(self._sent_s, before))
+        return self._adapters[before, None]
+
+    def _taken(self, before: int, after: int) -> Array:
+        if (before, after) not in self._adapters:
+            self._adapters[before, after] = self._table(functools.partial(self._taken_s, before, after))
+        return self._adapters[before, after]
 
     def _table(self, seconds: Callable[[int, _Reach], float]) -> Array:
         """``[start, stop]`` of the seconds of every flow that a stage reads so much of, added up."""

@@ -14,8 +14,11 @@ from shardwright.policies.autodist.frontier import Array
 MAX_POSITIONS = 8
 """The most stages that may differ."""
 
-AUDITS = 3
+AUDITS = 2
 """How many of the plans whose stages differ are lowered and audited."""
+
+NEAR = 1.01
+"""How much longer than the best of them others may be predicted to take."""
 
 USEFUL = 1e-3
 """A second placement is offered if, block by block, it can take that share less than the first."""

@@ -295,6 +295,7 @@ def _check(config: ComputeConfig, options: AutodistOptions) -> None:
                 why=f"mesh {mesh}, num_stages={positions}, plan_ngpus={config.plan_ngpus}",
                 hint="make the product of the axes and num_stages equal to plan_ngpus",
             )
+    _check_uneven(config, options)
     pipeline = [name for name in ("schedule", "chunks", "stage_starts") if getattr(options, name) is not None]
     pipeline += ["num_stages"] if (options.num_stages or 1) > 1 else []
     if pipeline and options.num_microbatches is None:
@@ -313,6 +314,19 @@ def _check(config: ComputeConfig, options: AutodistOptions) -> None:
     if options.schedule is not None and not getattr(SCHEDULES.get(options.schedule), "trains", False):
         trained = [name for name, method in SCHEDULES.items() if method.trains]
         raise ConfigError(f"there is no schedule {options.schedule!r} to train with", hint=f"one of {', '.join(trained)}")
+
+
+def _check_uneven(config: ComputeConfig, options: AutodistOptions) -> None:
+    """Refuse several stages on a position where positions cannot be alike."""
+    several = [f"chunks={options.chunks}"] if (options.chunks or 1) > 1 else []
+    if options.schedule is not None and getattr(SCHEDULES.get(options.schedule), "min_chunks", 1) > 1:
+        several.append(f"schedule={options.schedule!r}")
+    if several and options.num_stages is not None and config.plan_ngpus % options.num_stages:
+        raise ConfigError(
+            f"policy 'autodist' has num_stages={options.num_stages} and {' and '.join(several)}",
+            why=f"{config.plan_ngpus} ranks do not divide into so many equal positions, and unequal ones run one stage each",
+            hint="a num_stages that divides plan_ngpus, or schedule '1f1b'",
+        )
 
 
 TARGET_GAP, LARGE = 5e-3, 256

@@ -39,7 +39,7 @@ from shardwright.compiler.plan.zero import units_of_storage
 from shardwright.policies.autodist.candidates import Pace, divisors, paces, position_ranks, stage_sizes
 from shardwright.policies.autodist.cutting import Cutter
 from shardwright.policies.autodist.found import INTERRUPT, Attempt, Candidate, Found, Offer, Opening
-from shardwright.policies.autodist.mixing import AUDITS, MAX_POSITIONS, offered
+from shardwright.policies.autodist.mixing import AUDITS, MAX_POSITIONS, NEAR, offered
 from shardwright.policies.autodist.space import Least, Placed, Placer, Space, Wish
 from shardwright.policies.autodist.stages import NoFit, NoGain
 from shardwright.policies.autodist.tiers import lie
@@ -235,7 +235,8 @@ class Search:
         for attempt in attempts if len(offers) > 1 else ():
             if self._is_late():
                 break
-            candidate = self._try(replace(attempt, offers=offers), self.space.memory_bytes)
+            below = min([attempt.below_s, *(NEAR * candidate.predicted_s for candidate in tried)])
+            candidate = self._try(replace(attempt, offers=offers, below_s=below), self.space.memory_bytes)
             if candidate is not None and len({id(placed) for placed in candidate.placed}) > 1:  # else it is known by now
                 tried.append(candidate)
         rest, self.found.others = self.found.others, tried

@@ -14,8 +14,9 @@ from plans import zoo_graph
 from shardwright.compiler.verification.verify import verify
 from shardwright.policies.autodist.candidates import stage_sizes
 from shardwright.policies.autodist.found import Found
-from shardwright.policies.autodist.policy import AutodistOptions, search, settled
+from shardwright.policies.autodist.policy import AutodistOptions, apply, search, settled
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import ConfigError
 
 
 def config_of(num_ranks: int, **options: Any) -> ComputeConfig:
@@ -69,5 +70,16 @@ def test_stages_that_differ_train_like_one_device(name: str, num_ranks: int, rat
 
 def test_numbers_of_ranks_of_a_stage() -> None:
     assert stage_sizes(5) == [1, 2, 3, 4] and stage_sizes(1) == []
+    assert stage_sizes(8) == [1, 2, 4]
     assert stage_sizes(12) == [1, 2, 3, 4, 6, 8]
     assert stage_sizes(64) == [4, 8, 16, 32]
+
+
+def test_unequal_positions_run_one_stage_each() -> None:
+    with pytest.raises(ConfigError) as caught:
+        apply(zoo_graph("mlp"), config_of(4, num_microbatches=8, num_stages=3, schedule="zb_v"))
+    assert str(caught.value) == (
+        "policy 'autodist' has num_stages=3 and schedule='zb_v'\n"
+        "  why:   4 ranks do not divide into so many equal positions, and unequal ones run one stage each\n"
+        "  try:   a num_stages that divides plan_ngpus, or schedule '1f1b'"
+    )

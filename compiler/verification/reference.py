@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from shardwright.compiler.verification.deviation import tensors_of
 from shardwright.compiler.verification.precision import float64_casts
+from shardwright.compiler.verification.samples import copied
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -51,7 +51,7 @@ def reference_run(
     buffers of their own, as they do at run time: batch norm of one unit does not see
     the others' statistics. ``model`` is left untouched.
     """
-    model = copy.deepcopy(model)
+    model = copied(model)
     scale = {"sum": 1.0, "mean": 1.0 / len(inputs_per_unit)}[reduction]
     unit_buffers = [clone(dict(model.named_buffers())) for _ in inputs_per_unit]
     losses: list[list[Tensor]] = []

@@ -22,12 +22,32 @@ def in_float64(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def model_in_float64(model: nn.Module) -> nn.Module:
     """A copy of the model in float64, tensors in plain attributes included: ``double()`` leaves those as they are."""
-    model = copy.deepcopy(model).double()
+    model = copied(model).double()
     for part in model.modules():
-        for name, value in vars(part).items():
+        for name in (*vars(part), *_slots(part)):
+            value = getattr(part, name, None) if name not in vars(part) else vars(part)[name]
             if isinstance(value, Tensor) and value.is_floating_point():
-                vars(part)[name] = value.double()
+                object.__setattr__(part, name, value.double())
     return model
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A deep copy. Of modules with ``__slots__`` torch's own leaves out what is in them."""
+    memo: dict[int, Any] = {}
+    result = copy.deepcopy(model, memo)
+    for part, new in zip(model.modules(), result.modules(), strict=True):
+        for name in _slots(part):
+            if hasattr(part, name):
+                setattr(new, name, copy.deepcopy(getattr(part, name), memo))
+    return result
+
+
+def _slots(part: nn.Module) -> list[str]:
+    found: list[str] = []
+    for cls in type(part).__mro__:
+        names = cls.__dict__.get("__slots__", ())
+        found += [names] if isinstance(names, str) else names
+    return [name for name in found if name not in ("__dict__", "__weakref__")]
 
 
 def rolled(args: Mapping[str, Any], number: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from shardwright.compiler.cost.audit import audit
@@ -56,8 +56,10 @@ MAX_CORRECTIONS = 3
 CORRECTION = 1.05
 """By how much of that the limit is lowered."""
 
-OPENING_SHARE, TRYING_SHARE = 0.4, 0.8
-"""The shares of the time limit after which no further mesh is placed for speed, and none is tried: the rest is for audits."""
+OPENING_SHARES, TRYING_SHARE = (0.3, 0.5, 0.7), 0.8
+"""The shares of the time limit at which meshes that were placed for speed are tried before more are; and after which none is
+tried: the rest is for audits.
+"""
 
 
 class Search:
@@ -89,12 +91,15 @@ class Search:
         self._began = time.monotonic()
         openings: list[Opening] = []
         try:
-            for opening in self._openings():
-                openings.append(opening)
-                if self._spent() > OPENING_SHARE:
-                    self._end_by_time()
+            left = iter(self._openings())
+            for share in OPENING_SHARES:
+                known = len(openings)
+                ended = self._open(left, share, openings)
+                self._try_all(openings[known:])
+                if ended or self._is_late():
                     break
-            self._try_all(openings)
+            else:
+                self._end_by_time()
             if not self._is_late():
                 self._try_inner(openings)
                 self._try_mixed(openings)
@@ -108,6 +113,14 @@ class Search:
             self._audit_best(most=1)
         self.found.seconds = time.monotonic() - self._began
         return self.found
+
+    def _open(self, left: Iterator[Opening], share: float, openings: list[Opening]) -> bool:
+        """Place the model on further meshes until a share of the time limit is over; whether none are left."""
+        for opening in left:
+            openings.append(opening)
+            if self._spent() > share:
+                return False
+        return True
 
     def _spent(self, more_s: float = 0.0) -> float:
         """The share of the time limit that is over, or will be after ``more_s``."""
@@ -329,7 +342,8 @@ class Search:
         wanted = self.space.audits if most is None else most
         audits, longest_s = 0, 0.0
         while waiting and (audits < wanted or not self.found.audited):
-            waiting.sort(key=lambda item: item[0].predicted_s)
+            late = not self.found.audited and self._spent() > 1.0  # then what is most likely to fit is the answer
+            waiting.sort(key=lambda item: item[0].used_bytes if late else item[0].predicted_s)
             if waiting[0][0].predicted_s > self.space.worth_s:
                 return
             if self.found.audited:

@@ -1,10 +1,11 @@
 """How long autodist takes to plan, and how far from optimal its plan can be: a Llama of the 8B shape on one mesh, and searched.
 
-    python benchmarks/planning.py [--quick] [--search]
+    python benchmarks/planning.py [--quick] [--search] [--three-axes]
 
 The model is traced on meta, bfloat16, one sequence of 4096 tokens for every rank along the first axis; the machine is A100-80GB
 nodes of eight. Times are CPU seconds of this process; tracing is not counted, everything from the traced graph to the plan is.
 Without ``--search`` a placement on each mesh, all axes at once. With it the whole search with pipelines, 64 microbatches.
+``--three-axes``: of eight layers, the meshes of up to three axes instead, or the search with ``max_axes=3`` beside that with 2.
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ logging.set_verbosity_error()  # random weights are meant
 CASES = ((2, (8,)), (32, (8,)), (32, (8, 8)), (32, (128, 8)), (126, (8, 8)), (126, (512, 8)))
 """Layers, and sizes of the mesh's axes."""
 
-SEARCHES = ((32, 8), (32, 64))
-"""Layers, and ranks of a unit."""
+SEARCHES = ((32, 8, 2), (32, 64, 2))
+"""Layers, ranks of a unit, and the most axes of a mesh."""
+
+THREE_AXES = ((8, (2, 4)), (8, (2, 2, 2)), (8, (4, 16)), (8, (4, 4, 4)), (8, (2, 4, 8)))
+THREE_AXES_SEARCHES = ((8, 8, 2), (8, 8, 3))
 
 
 def llama(num_layers: int) -> nn.Module:
@@ -54,18 +58,21 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the smallest two cases only")
     parser.add_argument("--search", action="store_true", help="the whole search, with pipelines")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for each case")
+    parser.add_argument("--three-axes", action="store_true", help="meshes of up to three axes")
     args = parser.parse_args()
     if args.search:
-        measure_searches(SEARCHES[:1] if args.quick else SEARCHES, args.limit)
+        searches = THREE_AXES_SEARCHES if args.three_axes else SEARCHES
+        measure_searches(searches[:1] if args.quick else searches, args.limit)
     else:
-        measure_placements(CASES[:2] if args.quick else CASES, args.limit)
+        cases = THREE_AXES if args.three_axes else CASES
+        measure_placements(cases[:2] if args.quick else cases, args.limit)
 
 
 def measure_placements(cases: tuple[tuple[int, tuple[int, ...]], ...], limit_s: float) -> None:
     print("| layers | mesh | CPU s | wall s | step | gap | |\n|---|---|---|---|---|---|---|")
     for num_layers, sizes in cases:
         graph = planned_graph(num_layers, sizes[0])
-        mesh = Mesh(tuple(zip(("x", "y"), sizes, strict=False)))
+        mesh = Mesh(tuple(zip(("x", "y", "z"), sizes, strict=False)))
         config = ComputeConfig(plan_ngpus=mesh.size, runtime_ngpus=mesh.size, outputs="loss")
         hardware = load_hardware("a100-80gb", mesh.size)
         began, cpu = time.perf_counter(), time.process_time()
@@ -81,20 +88,20 @@ def measure_placements(cases: tuple[tuple[int, tuple[int, ...]], ...], limit_s: 
             )
 
 
-def measure_searches(cases: tuple[tuple[int, int], ...], limit_s: float) -> None:
-    print("| layers | ranks | CPU s | wall s | step | gap | plan |\n|---|---|---|---|---|---|---|")
-    for num_layers, num_ranks in cases:
+def measure_searches(cases: tuple[tuple[int, int, int], ...], limit_s: float) -> None:
+    print("| layers | ranks | axes | CPU s | wall s | step | gap | plan |\n|---|---|---|---|---|---|---|---|")
+    for num_layers, num_ranks, max_axes in cases:
         graph = planned_graph(num_layers, 8)
         config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=True, outputs="loss")
         hardware = load_hardware("a100-80gb", num_ranks)
         began, cpu = time.perf_counter(), time.process_time()
-        options = AutodistOptions(num_microbatches=64, time_limit_s=limit_s)
+        options = AutodistOptions(num_microbatches=64, max_axes=max_axes, time_limit_s=limit_s)
         found = search(graph, config, options, hardware)
         certificate = settled(found, config, hardware).certificate
         took = f"{time.process_time() - cpu:.1f} | {time.perf_counter() - began:.1f}"
         assert certificate is not None and found.best is not None
         step = f"{certificate.cost_s:.3f} s | {certificate.gap:.2%}"
-        print(f"| {num_layers} | {num_ranks} | {took} | {step} | {found.best.title} |", flush=True)
+        print(f"| {num_layers} | {num_ranks} | {max_axes} | {took} | {step} | {found.best.title} |", flush=True)
 
 
 if __name__ == "__main__":

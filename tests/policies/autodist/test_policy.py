@@ -11,6 +11,7 @@ import plans
 import pytest
 import torch
 import zoo
+from planning import slow_machine
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwright.compiler.compile import compile_graph
@@ -24,7 +25,7 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Compute, Program
 from shardwright.compiler.trace import trace
 from shardwright.compiler.verification.verify import verify
-from shardwright.policies.autodist.policy import LARGE, TARGET_GAP, AutodistOptions, Placer
+from shardwright.policies.autodist.policy import LARGE, TARGET_GAP, AutodistOptions, Placer, search
 from shardwright.policies.autodist.space import Wish
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
@@ -175,3 +176,12 @@ def test_refusals() -> None:
     )
     text = refusal(PlanError, memory_limit_gb=1e-9, mesh={"tp": 4})
     assert text.startswith("no plan for 4 ranks fits on a100-80gb\n  why:   ") and "GB" in text
+
+
+@pytest.mark.slow
+def test_three_axes_are_never_worse_than_two() -> None:
+    """On one mesh they may be, as adapters go axis by axis; the search has the coarser meshes too."""
+    config = ComputeConfig(plan_ngpus=8, runtime_ngpus=8)
+    found = [search(plans.zoo_graph("mlp"), config, AutodistOptions(max_axes=count), slow_machine(8)) for count in (2, 3)]
+    costs = [each.best.step_s for each in found if each.best is not None]
+    assert len(costs) == 2 and costs[1] <= costs[0] * (1 + 1e-12)

@@ -99,8 +99,10 @@ class Dynamic:
         return [self._sizes[names[dim]] if dim in names else int(size) for dim, size in enumerate(shape)]
 
     def size(self, size: Any) -> Size:
-        """A size, or any other symbolic number, as an ``int`` or an expression over the names of dynamic dims."""
-        if isinstance(size, int):
+        """A size, or any other symbolic number, as an ``int`` or an expression over the names of dynamic dims, which it may be
+        already: the recorder makes values of values.
+        """
+        if isinstance(size, (int, sympy.Basic)):
             return size
         expression = size.node.expr.xreplace(self._names)
         if getattr(expression, "is_Integer", False):

@@ -59,6 +59,24 @@ def test_one_name_is_one_size() -> None:
         trace(Adds(), {"x": X, "y": X[:3]}, dynamic_dims={"x": {0: "n"}, "y": {0: "n"}})
 
 
+def test_parts_are_written_in_place() -> None:
+    class Shifts(nn.Module):
+        """As T5 makes the inputs of its decoder of its labels."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            shifted = x.new_zeros(x.shape)
+            shifted[1:] = x[:-1].clone()
+            shifted[..., 0] = 7.0
+            shifted[-1, 1:3] += x[0, 1:3]
+            return shifted.masked_fill_(shifted < -1, 0.0)
+
+    graph = traced(Shifts(), {"x": X}, dynamic_dims=ROWS)
+    assert [str(size) for size in graph.outputs[0].shape] == ["rows", "6"]
+    assert [str(condition) for condition in graph.conditions] == ["Ne(rows - 1, 1)"]  # one row would be broadcast
+    for rows in (3, 5, 9):
+        same_as_eager(graph, Shifts(), {"x": X.repeat(3, 1)[:rows]})
+
+
 def test_sizes_as_tensors() -> None:
     class Counts(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -28,3 +28,18 @@ def test_dynamic_batch_and_sequence(name: str) -> None:
         assert graph.conditions == ()
         same_as_eager(graph, model, entry.inputs(batch=3, seq=11), exact=False)
         same_as_eager(graph, model, entry.inputs(batch=1, seq=5), exact=False)
+
+
+@pytest.mark.slow
+def test_an_encoder_and_a_decoder_of_two_lengths() -> None:
+    entry = zoo.get("t5")
+    dims = {
+        "input_ids": {0: "batch", 1: "length"},
+        "attention_mask": {0: "batch", 1: "length"},
+        "labels": {0: "batch", 1: "target"},
+    }
+    with float64_casts():
+        model = entry.build()
+        graph = traced(model, entry.inputs(), exact=False, dynamic_dims=dims)
+        assert [str(condition) for condition in graph.conditions] == ["Ne(target - 1, 1)", "target - 1 >= 2"]
+        same_as_eager(graph, model, entry.inputs(batch=3, seq=11), exact=False)

@@ -11,17 +11,17 @@ from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.schedule.generate import SCHEDULES, generate
 from shardwright.compiler.schedule.memory import peak_in_flight
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
-from shardwright.policies.autodist.blocks import Costs, block_costs, operator_times
 from shardwright.policies.autodist.candidates import Pace, position_ranks, staged
-from shardwright.policies.autodist.chain import Part, block_starts, layer_blocks, layer_list, layer_parts
 from shardwright.policies.autodist.found import Attempt, Candidate
 from shardwright.policies.autodist.joining import joined
-from shardwright.policies.autodist.menu import Block, Menu, Tables
-from shardwright.policies.autodist.messages import Messages, RanksOf
 from shardwright.policies.autodist.moving import moved
 from shardwright.policies.autodist.space import Space
-from shardwright.policies.autodist.stages import InFlight, NoFit, NoGain, Split, may_take_less, split_stages
-from shardwright.policies.autodist.walk import Walk
+from shardwright.policies.autodist.stages.blocks import Costs, block_costs, operator_times
+from shardwright.policies.autodist.stages.chain import Part, block_starts, layer_blocks, layer_list, layer_parts
+from shardwright.policies.autodist.stages.menu import Block, Menu, Tables
+from shardwright.policies.autodist.stages.messages import Messages, RanksOf
+from shardwright.policies.autodist.stages.split import InFlight, NoFit, NoGain, Split, may_take_less, split_stages
+from shardwright.policies.autodist.stages.walk import Walk
 from shardwright.policies.autodist.words import again_in_words, paced_title, stages_title
 
 Chain = tuple[list[int], Mapping[int, str]]

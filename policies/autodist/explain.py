@@ -15,7 +15,7 @@ from shardwright.compiler.plan.check import ops_of, suggestion
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.candidates import ROLES
 from shardwright.policies.autodist.found import Candidate
-from shardwright.policies.autodist.placement import alternatives, in_words, place
+from shardwright.policies.autodist.placement.place import alternatives, in_words, place
 from shardwright.policies.autodist.policy import AutodistOptions, Placer, search
 from shardwright.policies.autodist.solver.problem import Infeasible
 from shardwright.policies.autodist.space import Wish

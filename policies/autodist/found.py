@@ -8,7 +8,7 @@ from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.candidates import Pace
 from shardwright.policies.autodist.space import Placed, Wish
-from shardwright.policies.autodist.walk import Walk
+from shardwright.policies.autodist.stages.walk import Walk
 from shardwright.runtime.layout import Mesh
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardwright.compiler.ir.graph import IRGraph
-from shardwright.policies.autodist.chain import layer_blocks
 from shardwright.policies.autodist.found import Offer
-from shardwright.policies.autodist.frontier import Array
+from shardwright.policies.autodist.stages.chain import layer_blocks
+from shardwright.policies.autodist.stages.frontier import Array
 
 MAX_POSITIONS = 8
 """The most stages that may differ."""

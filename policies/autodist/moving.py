@@ -1,6 +1,6 @@
 """Move the begins of stages for schedules that the model of stages does not describe, by simulating the schedule itself.
 
-Stages are cut for the time of 1F1B (:mod:`shardwright.policies.autodist.stages`). Where a schedule puts off gradients of
+Stages are cut for the time of 1F1B (:mod:`shardwright.policies.autodist.stages.split`). Where a schedule puts off gradients of
 weights, or a position runs several stages, other cuts can be better. Each begin is tried a few blocks earlier and later, as
 long as the step gets shorter: a local optimum, for small schedules only, as each trial is a simulation.
 """
@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from shardwright.policies.autodist.menu import Tables
-from shardwright.policies.autodist.stages import Split, Stage
+from shardwright.policies.autodist.stages.menu import Tables
+from shardwright.policies.autodist.stages.split import Split, Stage
 
 REACH = 2
 """How many blocks a begin is moved at once, at most: of two places next to each other, one is often crossed by more."""

@@ -18,14 +18,14 @@ from shardwright.compiler.plan.plan import Certificate, Plan
 from shardwright.compiler.schedule.generate import SCHEDULES
 from shardwright.policies.autodist.batches import own_batch
 from shardwright.policies.autodist.candidates import divisors, meshes, named, stage_sizes
-from shardwright.policies.autodist.constraints import Constraints
-from shardwright.policies.autodist.formulation import Node, OpNode
 from shardwright.policies.autodist.found import Candidate, Found
-from shardwright.policies.autodist.memory_bound import least_step_s
-from shardwright.policies.autodist.placement import Placement, place
-from shardwright.policies.autodist.pricing import Pricing
-from shardwright.policies.autodist.problem import formulate
-from shardwright.policies.autodist.request import PlacementRequest
+from shardwright.policies.autodist.placement.constraints import Constraints
+from shardwright.policies.autodist.placement.formulation import Node, OpNode
+from shardwright.policies.autodist.placement.memory_bound import least_step_s
+from shardwright.policies.autodist.placement.place import Placement, place
+from shardwright.policies.autodist.placement.pricing import Pricing
+from shardwright.policies.autodist.placement.problem import formulate
+from shardwright.policies.autodist.placement.request import PlacementRequest
 from shardwright.policies.autodist.search import Search
 from shardwright.policies.autodist.solver.problem import Infeasible
 from shardwright.policies.autodist.space import Placed, Space, Wish
@@ -48,7 +48,7 @@ class AutodistOptions:
 
     **Mesh.** ``mesh``: axes and sizes of the ranks of one pipeline position, major to minor; without it all meshes of up to
     ``max_axes`` axes are tried, none larger than ``max_split``. ``pin``, ``forbid``, ``stored``: see
-    :class:`shardwright.policies.autodist.constraints.Constraints`; they name axes, so that they need a ``mesh``.
+    :class:`shardwright.policies.autodist.placement.constraints.Constraints`; they name axes, so that they need a ``mesh``.
 
     **Pipeline.** Searched where ``num_microbatches``, the samples of a step, is given. ``num_stages``: positions, 1 for no
     pipeline. ``schedule``, ``chunks``, ``stage_starts``: as for policy ``hybrid``. ``update_freq``: microbatches of a step

@@ -1,10 +1,10 @@
 """The outer search: meshes, pipeline stages, schedules, and what is computed again.
 
     for every number of pipeline positions, and every mesh of the ranks of one position:
-        place the whole model on that mesh for speed alone                    (placement.py: every operator, exact or bounded)
+        place the whole model on that mesh for speed alone                    (placement/: every operator, exact or bounded)
     for each of them, the least bound first, as long as that is below the best plan so far:
         place the model within the memory too, where it does not fit
-        for every schedule: cut the chain of blocks into stages               (stages.py: exact under its model of 1F1B)
+        for every schedule: cut the chain of blocks into stages               (stages/: exact under its model of 1F1B)
                             move their begins, if it is another than 1F1B     (moving.py: as long as a simulation gets shorter)
     lower the most promising plans and audit them: adapters, messages and actions that are really emitted
         one that takes more memory than was predicted is cut into stages again, with as much less to be used
@@ -41,9 +41,9 @@ from shardwright.policies.autodist.cutting import Cutter
 from shardwright.policies.autodist.found import INTERRUPT, Attempt, Candidate, Found, Offer, Opening
 from shardwright.policies.autodist.mixing import AUDITS, MAX_POSITIONS, NEAR, offered
 from shardwright.policies.autodist.space import Least, Placed, Placer, Space, Wish
-from shardwright.policies.autodist.stages import NoFit, NoGain
-from shardwright.policies.autodist.tiers import lie
-from shardwright.policies.autodist.walk import Setting, Walk
+from shardwright.policies.autodist.stages.split import NoFit, NoGain
+from shardwright.policies.autodist.stages.tiers import lie
+from shardwright.policies.autodist.stages.walk import Setting, Walk
 from shardwright.policies.autodist.wishes import wishes
 from shardwright.policies.autodist.words import mesh_title, paced_title, too_large
 from shardwright.runtime.config import ComputeConfig

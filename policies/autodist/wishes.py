@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardwright.compiler.ir.graph import IRGraph
-from shardwright.policies.autodist.chain import layer_blocks, layer_list
 from shardwright.policies.autodist.space import Space, Wish
+from shardwright.policies.autodist.stages.chain import layer_blocks, layer_list
 from shardwright.runtime.layout import Mesh
 
 

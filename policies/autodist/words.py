@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shardwright.policies.autodist.candidates import Pace
-from shardwright.policies.autodist.chain import Part
+from shardwright.policies.autodist.stages.chain import Part
 from shardwright.runtime.layout import Mesh
 
 

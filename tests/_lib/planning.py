@@ -15,7 +15,7 @@ from shardwright.compiler.cost.reduction import Reduction
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.autodist.request import PlacementRequest
+from shardwright.policies.autodist.placement.request import PlacementRequest
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Mesh
 

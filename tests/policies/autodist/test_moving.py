@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from shardwright.policies.autodist.frontier import Again
-from shardwright.policies.autodist.menu import Block, Tables
 from shardwright.policies.autodist.moving import MAX_ACTIONS, REACH, moved
-from shardwright.policies.autodist.stages import Split, Stage
+from shardwright.policies.autodist.stages.frontier import Again
+from shardwright.policies.autodist.stages.menu import Block, Tables
+from shardwright.policies.autodist.stages.split import Split, Stage
 
 
 def tables_of(num_blocks: int, seed: int) -> Tables:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from shardwright.policies.autodist.conversions import MAX_GOALS, LayoutSet, union
-from shardwright.policies.autodist.strategies import Ids
+from shardwright.policies.autodist.placement.conversions import MAX_GOALS, LayoutSet, union
+from shardwright.policies.autodist.placement.strategies import Ids
 
 MAX_SETS = 128
 """The most sets that are told apart. A value that could be wanted in more is read by way of one shared copy."""

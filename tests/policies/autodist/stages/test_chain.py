@@ -7,7 +7,7 @@ import itertools
 import pytest
 from plans import zoo_graph
 
-from shardwright.policies.autodist.chain import MAX_BLOCKS, SHARE, block_starts, layer_blocks
+from shardwright.policies.autodist.stages.chain import MAX_BLOCKS, SHARE, block_starts, layer_blocks
 
 
 def test_layers_are_blocks_and_named() -> None:

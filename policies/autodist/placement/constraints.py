@@ -13,7 +13,7 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.strategy import allowed, split_factor, strategies
 from shardwright.compiler.plan.check import check_layout, suggestion
-from shardwright.policies.autodist.strategies import Allowed
+from shardwright.policies.autodist.placement.strategies import Allowed
 from shardwright.runtime.errors import PlanError, did_you_mean
 from shardwright.runtime.layout import Layout, Mesh
 

@@ -21,7 +21,7 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.strategy import Assignment, split_factor
-from shardwright.policies.autodist.strategies import LayoutTable, Menu, Seconds, signature
+from shardwright.policies.autodist.placement.strategies import LayoutTable, Menu, Seconds, signature
 from shardwright.runtime.layout import Mesh
 
 

@@ -1,6 +1,6 @@
 """Place a graph on one mesh: the best strategy of every operator over all axes at once, and how every parameter is stored.
 
-The problem is stated in :mod:`shardwright.policies.autodist.problem` and solved by :mod:`shardwright.policies.autodist.solver`.
+The problem is stated in ``problem.py`` and solved by :mod:`shardwright.policies.autodist.solver`.
 The result is a plan, with its cost, a bound that no plan of the space is below, and where the bound comes from.
 """
 
@@ -17,13 +17,13 @@ from shardwright.compiler.cost.rank_memory import RankMemory
 from shardwright.compiler.ops.strategy import Assignment
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.autodist.formulation import Formulation, OpNode, StoreNode
-from shardwright.policies.autodist.pricing import Pricing
-from shardwright.policies.autodist.problem import formulate
-from shardwright.policies.autodist.request import PlacementRequest
+from shardwright.policies.autodist.placement.formulation import Formulation, OpNode, StoreNode
+from shardwright.policies.autodist.placement.pricing import Pricing
+from shardwright.policies.autodist.placement.problem import formulate
+from shardwright.policies.autodist.placement.request import PlacementRequest
+from shardwright.policies.autodist.placement.strategies import MAX_MIXED
 from shardwright.policies.autodist.solver.problem import Infeasible, Problem, Solution
 from shardwright.policies.autodist.solver.solve import solve
-from shardwright.policies.autodist.strategies import MAX_MIXED
 from shardwright.runtime.layout import Layout
 
 MAX_CORRECTIONS = 6

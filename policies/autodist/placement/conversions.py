@@ -21,8 +21,8 @@ from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.passes.sharing import MAX_EXACT, STEP_WEIGHT, best_tree, tree_weights, trees, weight
 from shardwright.compiler.plan.conversion import convert
 from shardwright.compiler.plan.patterns import Form, Patterns
-from shardwright.policies.autodist.pieces import Pieces, StepPrices
-from shardwright.policies.autodist.strategies import Ids, LayoutTable, Seconds
+from shardwright.policies.autodist.placement.pieces import Pieces, StepPrices
+from shardwright.policies.autodist.placement.strategies import Ids, LayoutTable, Seconds
 from shardwright.runtime.layout import Mesh
 
 LayoutSet = tuple[int, ...]

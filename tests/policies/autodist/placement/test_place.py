@@ -27,11 +27,11 @@ from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.zero import units_of_storage
 from shardwright.compiler.trace.api import trace
-from shardwright.policies.autodist.constraints import Constraints
-from shardwright.policies.autodist.formulation import Formulation, OpNode, StoreNode
-from shardwright.policies.autodist.placement import Placement, alternatives, place, plan_of
-from shardwright.policies.autodist.problem import formulate
-from shardwright.policies.autodist.request import PlacementRequest
+from shardwright.policies.autodist.placement.constraints import Constraints
+from shardwright.policies.autodist.placement.formulation import Formulation, OpNode, StoreNode
+from shardwright.policies.autodist.placement.place import Placement, alternatives, place, plan_of
+from shardwright.policies.autodist.placement.problem import formulate
+from shardwright.policies.autodist.placement.request import PlacementRequest
 from shardwright.policies.autodist.solver.problem import Infeasible
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig

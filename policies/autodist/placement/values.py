@@ -12,10 +12,10 @@ import numpy as np
 
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.plan.zero import is_large, units_of_storage
-from shardwright.policies.autodist.conversions import Conversions, LayoutSet, ValueType, union
-from shardwright.policies.autodist.copies import Maker, Reader, layout_sets
-from shardwright.policies.autodist.draft import Draft
-from shardwright.policies.autodist.formulation import (
+from shardwright.policies.autodist.placement.conversions import Conversions, LayoutSet, ValueType, union
+from shardwright.policies.autodist.placement.copies import Maker, Reader, layout_sets
+from shardwright.policies.autodist.placement.draft import Draft
+from shardwright.policies.autodist.placement.formulation import (
     CopiesNode,
     OpNode,
     RelayNode,
@@ -24,7 +24,7 @@ from shardwright.policies.autodist.formulation import (
     StoreNode,
     WeightUse,
 )
-from shardwright.policies.autodist.strategies import Seconds, used
+from shardwright.policies.autodist.placement.strategies import Seconds, used
 
 
 @dataclass(eq=False)

@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 from shardwright.compiler.plan.conversion import canonical
 from shardwright.compiler.plan.zero import in_pieces, over_units, units_of_storage
-from shardwright.policies.autodist.conversions import Conversions, LayoutSet, ValueType
-from shardwright.policies.autodist.copies import Maker, Reader
-from shardwright.policies.autodist.request import PlacementRequest
-from shardwright.policies.autodist.strategies import LayoutTable, Menus, Seconds, used
+from shardwright.policies.autodist.placement.conversions import Conversions, LayoutSet, ValueType
+from shardwright.policies.autodist.placement.copies import Maker, Reader
+from shardwright.policies.autodist.placement.request import PlacementRequest
+from shardwright.policies.autodist.placement.strategies import LayoutTable, Menus, Seconds, used
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Layout
 

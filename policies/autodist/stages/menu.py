@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwright.policies.autodist.frontier import Again, Array, Frontier
+from shardwright.policies.autodist.stages.frontier import Again, Array, Frontier
 
 
 @dataclass(frozen=True, slots=True)

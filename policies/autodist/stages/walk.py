@@ -17,7 +17,7 @@ from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory, gr
 from shardwright.compiler.cost.reduction import parameter_s
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
-from shardwright.policies.autodist.kept import Kept
+from shardwright.policies.autodist.stages.kept import Kept
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Layout, Mesh
 

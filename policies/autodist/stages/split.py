@@ -1,7 +1,7 @@
 """Cut a chain of blocks into pipeline stages, each on its own devices in a placement of its own: exact under the model of
 one-forward-one-backward.
 
-Variables: the cuts, the placement of every stage (a :class:`~shardwright.policies.autodist.menu.Menu`, which says how many
+Variables: the cuts, the placement of every stage (a :class:`~menu.Menu`, which says how many
 devices it takes), and what of its blocks is computed again in the backward.
 
 Objective: ``sum_k t_k + max_k ((m - 1) t_k + u_k)`` s, where a microbatch takes ``t_k`` in stage ``k`` (forward, backward,
@@ -15,7 +15,7 @@ schedule asks for.
 Method: for a limit on the second term, the least first term is a shortest path over (block, devices used, placement of the last
 stage), stage by stage, solved as min-plus products (:meth:`_Paths.least_sum`). Lowering the limit below each solution's own
 maximum enumerates the Pareto points of the two terms, until no later one can be better: so the best sum is found exactly.
-What a stage computes again is a knapsack, solved by Pareto frontiers (:mod:`shardwright.policies.autodist.frontier`). The
+What a stage computes again is a knapsack, solved by Pareto frontiers (``frontier.py``). The
 bound drops messages and takes what no such schedule can avoid (:meth:`_Paths.bound`): stage ``k`` works ``m w_k``, with what
 it must compute again to fit, after the first microbatch has come through the stages before it and before its gradient has gone
 back.
@@ -31,8 +31,8 @@ from typing import Protocol
 
 import numpy as np
 
-from shardwright.policies.autodist.frontier import Array
-from shardwright.policies.autodist.menu import Menu, Tables
+from shardwright.policies.autodist.stages.frontier import Array
+from shardwright.policies.autodist.stages.menu import Menu, Tables
 
 
 @dataclass(frozen=True, slots=True)

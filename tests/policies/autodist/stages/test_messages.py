@@ -24,15 +24,15 @@ from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction
-from shardwright.policies.autodist.blocks import block_costs
 from shardwright.policies.autodist.candidates import Pace, position_ranks, staged
-from shardwright.policies.autodist.chain import block_starts
 from shardwright.policies.autodist.joining import joined
-from shardwright.policies.autodist.messages import Boundary, Messages
-from shardwright.policies.autodist.placement import place
-from shardwright.policies.autodist.request import PlacementRequest
+from shardwright.policies.autodist.placement.place import place
+from shardwright.policies.autodist.placement.request import PlacementRequest
 from shardwright.policies.autodist.solver.problem import Infeasible
-from shardwright.policies.autodist.walk import Setting, Walk
+from shardwright.policies.autodist.stages.blocks import block_costs
+from shardwright.policies.autodist.stages.chain import block_starts
+from shardwright.policies.autodist.stages.messages import Boundary, Messages
+from shardwright.policies.autodist.stages.walk import Setting, Walk
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Mesh
 

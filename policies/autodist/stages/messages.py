@@ -26,9 +26,9 @@ from shardwright.compiler.passes.sharing import routes
 from shardwright.compiler.passes.stages import from_nothing
 from shardwright.compiler.plan.pipeline import Crossing
 from shardwright.compiler.plan.program import Adapt, Compute
-from shardwright.policies.autodist.frontier import Array
-from shardwright.policies.autodist.tiers import lie
-from shardwright.policies.autodist.walk import Walk
+from shardwright.policies.autodist.stages.frontier import Array
+from shardwright.policies.autodist.stages.tiers import lie
+from shardwright.policies.autodist.stages.walk import Walk
 from shardwright.runtime.layout import Layout
 from shardwright.runtime.transfer import Holding
 

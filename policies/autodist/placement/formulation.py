@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue
-from shardwright.policies.autodist.conversions import Conversions, LayoutSet, ValueType, union
+from shardwright.policies.autodist.placement.conversions import Conversions, LayoutSet, ValueType, union
+from shardwright.policies.autodist.placement.strategies import Ids, LayoutTable, Menu, Seconds
 from shardwright.policies.autodist.solver.problem import Problem, evaluate
-from shardwright.policies.autodist.strategies import Ids, LayoutTable, Menu, Seconds
 
 
 @dataclass(frozen=True, eq=False)

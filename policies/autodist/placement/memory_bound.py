@@ -27,15 +27,15 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.plan.blocks import container_of
-from shardwright.policies.autodist.activations import Activations
-from shardwright.policies.autodist.chain import Part, layer_blocks, layer_parts
-from shardwright.policies.autodist.formulation import Formulation, OpNode, StoreNode
-from shardwright.policies.autodist.pricing import Pricing
-from shardwright.policies.autodist.problem import formulate
-from shardwright.policies.autodist.request import PlacementRequest
+from shardwright.policies.autodist.placement.activations import Activations
+from shardwright.policies.autodist.placement.formulation import Formulation, OpNode, StoreNode
+from shardwright.policies.autodist.placement.pricing import Pricing
+from shardwright.policies.autodist.placement.problem import formulate
+from shardwright.policies.autodist.placement.request import PlacementRequest
+from shardwright.policies.autodist.placement.strategies import Seconds
 from shardwright.policies.autodist.solver.problem import Problem, Row
 from shardwright.policies.autodist.solver.solve import lower_bound
-from shardwright.policies.autodist.strategies import Seconds
+from shardwright.policies.autodist.stages.chain import Part, layer_blocks, layer_parts
 from shardwright.runtime.layout import Layout
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardwright.compiler.passes.stages import from_nothing
-from shardwright.policies.autodist.chain import Part
-from shardwright.policies.autodist.frontier import Again
-from shardwright.policies.autodist.menu import Block
-from shardwright.policies.autodist.walk import Walk
+from shardwright.policies.autodist.stages.chain import Part
+from shardwright.policies.autodist.stages.frontier import Again
+from shardwright.policies.autodist.stages.menu import Block
+from shardwright.policies.autodist.stages.walk import Walk
 
 MAX_WAYS = 8
 """The most ways to compute a block again that are told apart, the ones that save most in their time first."""

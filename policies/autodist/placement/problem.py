@@ -2,10 +2,10 @@
 
 Variables, each one choice:
 
-- an **operator**: one of its menu (:mod:`shardwright.policies.autodist.strategies`);
-- a **store**: how a parameter, or a buffer that an operator updates, is held (:mod:`shardwright.policies.autodist.stores`);
+- an **operator**: one of its menu (``strategies.py``);
+- a **store**: how a parameter, or a buffer that an operator updates, is held (``stores.py``);
 - the **copies** of a value that several operators read: the set of layouts it is made available in, or the one layout that all
-  are made from (:mod:`shardwright.policies.autodist.values`).
+  are made from (``values.py``).
 
 Objective, in seconds of one training step on the slowest rank: operators forward and backward; the adapters along every value,
 as lowering emits them; the reduction of every parameter's gradient, and the optimizer's pass over it. Where the terms are:
@@ -20,7 +20,7 @@ as lowering emits them; the reduction of every parameter's gradient, and the opt
   blocks read (:meth:`Values._share`): shares, which :meth:`Formulation.cost` makes exact.
 
 Constraints: inputs arrive and outputs leave in given layouts (:meth:`_Builder._leave`, :func:`stores.add_sources`); what a user
-pinned leaves an operator fewer choices (:mod:`shardwright.policies.autodist.constraints`); the memory of a rank is a row
+pinned leaves an operator fewer choices (``constraints.py``); the memory of a rank is a row
 (:meth:`_Builder._rows`).
 """
 
@@ -37,18 +37,18 @@ from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.passes.lower import drop_outputs
 from shardwright.compiler.passes.recompute import mark_recompute
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.autodist.activations import Activations
-from shardwright.policies.autodist.constraints import allowed_strategies
-from shardwright.policies.autodist.copies import Maker, Reader
-from shardwright.policies.autodist.draft import Draft
-from shardwright.policies.autodist.formulation import Formulation, OpNode
-from shardwright.policies.autodist.pricing import Pricing
-from shardwright.policies.autodist.request import PlacementRequest
-from shardwright.policies.autodist.shared import shared_values
+from shardwright.policies.autodist.placement.activations import Activations
+from shardwright.policies.autodist.placement.constraints import allowed_strategies
+from shardwright.policies.autodist.placement.copies import Maker, Reader
+from shardwright.policies.autodist.placement.draft import Draft
+from shardwright.policies.autodist.placement.formulation import Formulation, OpNode
+from shardwright.policies.autodist.placement.pricing import Pricing
+from shardwright.policies.autodist.placement.request import PlacementRequest
+from shardwright.policies.autodist.placement.shared import shared_values
+from shardwright.policies.autodist.placement.stores import add_sources
+from shardwright.policies.autodist.placement.strategies import Allowed, Menu, used
+from shardwright.policies.autodist.placement.values import Values
 from shardwright.policies.autodist.solver.problem import Problem, Row
-from shardwright.policies.autodist.stores import add_sources
-from shardwright.policies.autodist.strategies import Allowed, Menu, used
-from shardwright.policies.autodist.values import Values
 from shardwright.runtime.layout import Layout
 
 

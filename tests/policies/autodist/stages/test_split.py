@@ -11,10 +11,10 @@ import pytest
 
 from shardwright.compiler.schedule.generate import generate
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
-from shardwright.policies.autodist import frontier
-from shardwright.policies.autodist.frontier import FRONTIER_STEPS, Again, Array
-from shardwright.policies.autodist.menu import Block, Menu, Tables
-from shardwright.policies.autodist.stages import (
+from shardwright.policies.autodist.stages import frontier
+from shardwright.policies.autodist.stages.frontier import FRONTIER_STEPS, Again, Array
+from shardwright.policies.autodist.stages.menu import Block, Menu, Tables
+from shardwright.policies.autodist.stages.split import (
     NoFit,
     NoGain,
     Split,

@@ -20,11 +20,11 @@ from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.recompute import mark_recompute
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.autodist.chain import layer_blocks, layer_parts
-from shardwright.policies.autodist.memory_bound import least_step_s
-from shardwright.policies.autodist.placement import Placement, place
-from shardwright.policies.autodist.pricing import Pricing
-from shardwright.policies.autodist.request import PlacementRequest
+from shardwright.policies.autodist.placement.memory_bound import least_step_s
+from shardwright.policies.autodist.placement.place import Placement, place
+from shardwright.policies.autodist.placement.pricing import Pricing
+from shardwright.policies.autodist.placement.request import PlacementRequest
+from shardwright.policies.autodist.stages.chain import layer_blocks, layer_parts
 from shardwright.runtime.config import ComputeConfig
 
 

@@ -16,10 +16,10 @@ from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.plan.conversion import convert
 from shardwright.compiler.plan.program import Declaration
 from shardwright.compiler.plan.zero import in_pieces, is_large, units_of_storage
-from shardwright.policies.autodist.copies import Maker, Reader
-from shardwright.policies.autodist.draft import Draft
-from shardwright.policies.autodist.formulation import StoreNode
-from shardwright.policies.autodist.strategies import Seconds, too_mixed, used
+from shardwright.policies.autodist.placement.copies import Maker, Reader
+from shardwright.policies.autodist.placement.draft import Draft
+from shardwright.policies.autodist.placement.formulation import StoreNode
+from shardwright.policies.autodist.placement.strategies import Seconds, too_mixed, used
 from shardwright.runtime.layout import Layout, Mesh
 
 
@@ -106,7 +106,7 @@ def _storage(
 
 def _in_pieces(draft: Draft, value: IRValue, layout: Layout, readers: Sequence[Reader]) -> tuple[Layout, Mesh, float]:
     """How ZeRO-3 stores a parameter that its readers have as ``layout``, on which mesh, and the seconds of gathering it; those
-    of gathering it from several units are among its adapters (:class:`shardwright.policies.autodist.pricing.OverUnits`).
+    of gathering it from several units are among its adapters (:class:`~pricing.OverUnits`).
     """
     request = draft.request
     zero = units_of_storage(request.config)

@@ -10,11 +10,11 @@ from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.plan.blocks import container_of
 from shardwright.compiler.plan.conversion import canonical
-from shardwright.policies.autodist.copies import Maker, Reader
-from shardwright.policies.autodist.formulation import Node, OpNode
-from shardwright.policies.autodist.pricing import Pricing
-from shardwright.policies.autodist.request import PlacementRequest
-from shardwright.policies.autodist.strategies import Menu, Seconds
+from shardwright.policies.autodist.placement.copies import Maker, Reader
+from shardwright.policies.autodist.placement.formulation import Node, OpNode
+from shardwright.policies.autodist.placement.pricing import Pricing
+from shardwright.policies.autodist.placement.request import PlacementRequest
+from shardwright.policies.autodist.placement.strategies import Menu, Seconds
 from shardwright.runtime.layout import Layout
 
 

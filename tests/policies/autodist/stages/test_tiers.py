@@ -16,7 +16,7 @@ from shardwright.compiler.verification.verify import verify
 from shardwright.policies.autodist.candidates import position_ranks, with_pp
 from shardwright.policies.autodist.found import Found
 from shardwright.policies.autodist.policy import AutodistOptions, apply, search
-from shardwright.policies.autodist.tiers import lie
+from shardwright.policies.autodist.stages.tiers import lie
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Mesh
 

@@ -9,7 +9,7 @@ from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.operators import OperatorTimes
 from shardwright.compiler.cost.optimizer_memory import OptimizerMemory
 from shardwright.compiler.plan.builder import PlannableGraph
-from shardwright.policies.autodist.constraints import Constraints
+from shardwright.policies.autodist.placement.constraints import Constraints
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Layout, Mesh
 

@@ -16,10 +16,10 @@ from shardwright.compiler.cost.hardware import load_hardware
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.autodist.blocks import Costs, Way, block_costs, useful_ways
-from shardwright.policies.autodist.chain import Part, layer_blocks, layer_parts
-from shardwright.policies.autodist.frontier import Again
-from shardwright.policies.autodist.walk import Setting, Walk
+from shardwright.policies.autodist.stages.blocks import Costs, Way, block_costs, useful_ways
+from shardwright.policies.autodist.stages.chain import Part, layer_blocks, layer_parts
+from shardwright.policies.autodist.stages.frontier import Again
+from shardwright.policies.autodist.stages.walk import Setting, Walk
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Mesh
 

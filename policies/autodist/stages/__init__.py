@@ -1,0 +1,1 @@
+"""The model as a chain of blocks, and the best cut of it into pipeline stages."""

@@ -1,4 +1,8 @@
-"""Cut a chain of operators into stages: exact min-max of time, and among the best cuts the one that sends the least."""
+"""Cut a chain of operators into stages: exact min-max of time, and among the best cuts the one that sends the least.
+
+Where a position of the pipeline runs several stages, its sum counts, not the largest stage; so cuts are then moved until the
+sums are about even.
+"""
 
 from __future__ import annotations
 
@@ -87,19 +91,72 @@ def _cheapest(sums: Sequence[int], places: Sequence[int], traffic: Sequence[floa
     return cuts[::-1]
 
 
+WORTH = 0.01
+"""Cuts are moved if that makes the sums of positions by that share more even."""
+
+
+def evened(times: Sequence[int], traffic: Sequence[float], cuts: Sequence[int], placement: Sequence[int]) -> list[int]:
+    """The cuts moved, one at a time, to where no more crosses than at any of them, as long as that makes the sums of ``times``
+    of the positions more even. ``placement``: the position that runs each stage.
+
+    A descent of the sum of squares, from the cuts and from such that follow one another after equal times; the better of
+    both, if its largest sum is smaller.
+    """
+    sums = [0, *itertools.accumulate(times)]
+    most = max((traffic[cut] for cut in cuts), default=0.0)
+    places = [i for i in range(1, len(times)) if traffic[i] <= most]
+
+    def by_position(cuts: Sequence[int]) -> list[int]:
+        positions = [0] * (max(placement) + 1)
+        for position, (start, stop) in zip(placement, itertools.pairwise((0, *cuts, len(times))), strict=True):
+            positions[position] += sums[stop] - sums[start]
+        return positions
+
+    def descended(cuts: list[int]) -> list[int]:
+        best, improved = sum(x * x for x in by_position(cuts)), True
+        while improved:
+            improved = False
+            for number in range(len(cuts)):
+                low, high = (0, *cuts)[number], (*cuts, len(times))[number + 1]
+                for place in places[bisect.bisect_right(places, low) : bisect.bisect_left(places, high)]:
+                    trial = [*cuts[:number], place, *cuts[number + 1 :]]
+                    value = sum(x * x for x in by_position(trial))
+                    if value < (1 - WORTH) * best:
+                        best, cuts, improved = value, trial, True
+        return cuts
+
+    starts = (list(cuts), _after_equal_times(sums, places, len(cuts)))
+    found = min(map(descended, starts), key=lambda each: max(by_position(each)))
+    return found if max(by_position(found)) < (1 - WORTH) * max(by_position(cuts)) else list(cuts)
+
+
+def _after_equal_times(sums: Sequence[int], places: Sequence[int], num_cuts: int) -> list[int]:
+    """Places that follow one another after about equal times."""
+    found: list[int] = []
+    for number in range(num_cuts):
+        first, last = len(found) and places.index(found[-1]) + 1, len(places) - (num_cuts - number)
+        wanted = sums[-1] * (number + 1) // (num_cuts + 1)
+        found.append(min(places[first : last + 1], key=lambda place: abs(sums[place] - wanted)))
+    return found
+
+
 BALANCED_ON = "a100-80gb"
 """The machine whose times balance stages. Only ratios between operators matter."""
 
 
-def stage_starts(graph: IRGraph, num_stages: int) -> list[str]:
-    """The first operator of every stage but the first, balanced by estimated time.
+def stage_starts(graph: IRGraph, placement: Sequence[int]) -> list[str]:
+    """The first operator of every stage but the first, balanced by estimated time. ``placement``: the position of the pipeline
+    that runs each stage.
 
     Operators that every stage makes for itself cost nothing here; a stage does not begin inside a recompute region.
     """
     free = from_nothing(graph)
     machine = load_hardware(BALANCED_ON)
     times = [0 if op.name in free else round(op_time(op, {}, Mesh(), machine).total_s * 1e15) for op in graph.ops]
-    starts = balanced_cuts(times, cut_traffic(graph, free), num_stages)
+    traffic = cut_traffic(graph, free)
+    starts = balanced_cuts(times, traffic, len(placement))
+    if len(set(placement)) < len(placement):
+        starts = evened(times, traffic, starts, placement)
     return [graph.ops[i].name for i in starts]
 
 

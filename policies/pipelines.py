@@ -60,7 +60,7 @@ def add_stages(graph: IRGraph, plan: Plan, options: PipelineOptions, num_positio
             )
         starts = starts_at(graph, options.stage_starts)
     else:
-        starts = stage_starts(graph, num_stages)
+        starts = stage_starts(graph, schedule.placement)
     inner = Mesh(tuple((name, size) for name, size in plan.mesh.axes if name != "pp"))
     positions = [
         tuple(rank for rank in range(plan.mesh.size) if plan.mesh.coords(rank)["pp"] == position)

@@ -24,7 +24,7 @@ def unequal(
         first = [sum(mesh.size for mesh in positions[:index]) for index in range(len(positions))]
         stages = tuple(
             StagePlan(op, positions[at], tuple(range(first[at], first[at] + positions[at].size)))
-            for op, at in zip(["", *stage_starts(graph, len(placement))], placement, strict=True)
+            for op, at in zip(["", *stage_starts(graph, placement)], placement, strict=True)
         )
         whole = Mesh.of({"rank": sum(mesh.size for mesh in positions)})
         plan = Plan(whole, stages=stages, schedule=schedule, num_microbatches=num_microbatches)

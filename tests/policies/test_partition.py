@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from shardwright.policies.partition import balanced_cuts
+from shardwright.policies.partition import balanced_cuts, evened
 from shardwright.runtime.errors import PlanError
 
 INFINITE = float("inf")
@@ -46,3 +46,37 @@ def test_too_few_places_to_cut() -> None:
     assert str(error.value) == (
         "the graph cannot be cut into 3 stages\n  why:   it has 1 places where a stage may begin\n  try:   ask for fewer stages"
     )
+
+
+def position_sums(times: list[int], cuts: list[int], placement: list[int]) -> list[int]:
+    sums = [0] * (max(placement) + 1)
+    for position, (start, stop) in zip(placement, itertools.pairwise([0, *cuts, len(times)]), strict=True):
+        sums[position] += sum(times[start:stop])
+    return sums
+
+
+@pytest.mark.parametrize("placement", [[0, 1, 0, 1], [0, 1, 1, 0], [0, 1, 2, 0, 1, 2]])
+def test_cuts_are_moved_until_positions_are_even(placement: list[int]) -> None:
+    rng = random.Random(1)
+    far = far_before = 0
+    for _ in range(200):
+        times, traffic = [rng.randint(1, 9) for _ in range(11)], [float(rng.randint(1, 3)) for _ in range(11)]
+        times[-1] *= rng.choice([1, 6])  # a head longer than all layers of a stage
+        cuts = balanced_cuts(times, traffic, len(placement))
+        moved = evened(times, traffic, cuts, placement)
+        most = max(traffic[cut] for cut in cuts)
+        assert moved == sorted(set(moved)) and max(traffic[cut] for cut in moved) <= most
+        before, largest = (max(position_sums(times, each, placement)) for each in (cuts, moved))
+        assert largest <= before
+        best = min(
+            max(position_sums(times, list(other), placement))
+            for other in itertools.combinations([i for i in range(1, 11) if traffic[i] <= most], len(placement) - 1)
+        )
+        far, far_before = far + (largest > 1.1 * best), far_before + (before > 1.1 * best)
+    assert far < 0.35 * far_before, "local optima that are no good"
+
+
+def test_a_long_head_shares_its_position_with_little() -> None:
+    times, traffic = [*[4] * 8, 1, 24], [1.0] * 10
+    cuts = balanced_cuts(times, traffic, 4)
+    assert max(position_sums(times, evened(times, traffic, cuts, [0, 1, 0, 1]), [0, 1, 0, 1])) == 29

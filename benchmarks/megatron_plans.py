@@ -173,7 +173,9 @@ def compare(case: Case, limit_s: float, *, sizes: bool, zero: bool) -> str:
     found = searched(case, graph, hardware, limit_s, sizes=sizes, zero=zero)
     certificate = settled(found, case.config, hardware).certificate
     assert certificate is not None and found.best is not None and found.best.cost is not None
-    sizes = [f"{case.unit_ranks} x {case.gpus // case.unit_ranks}", f"tp={case.tensor_ranks} pp={case.pipeline_ranks}, {title}"]
+    chunks = f" x{case.chunks}" if case.chunks > 1 else ""
+    published = f"tp={case.tensor_ranks} pp={case.pipeline_ranks}{chunks}, {title}"
+    sizes = [f"{case.unit_ranks} x {case.gpus // case.unit_ranks}", published]
     sizes += [f"{known.step_s:.3f}", f"{known.peak_bytes / 1e9:.0f}", found.best.title]
     sizes += [f"{certificate.cost_s:.3f}", f"{found.best.cost.peak_bytes / 1e9:.0f}"]
     sizes += [f"{certificate.cost_s / known.step_s - 1:+.1%}", f"{certificate.gap:.1%}", f"{time.process_time() - began:.0f}"]

@@ -242,7 +242,7 @@ CANDIDATE_COLUMNS = ("plan", "step", "at least", "peak memory", "")
 def candidate_rows(found: Found) -> list[tuple[str, ...]]:
     """A row for every candidate, and for what was refused."""
     rows: list[tuple[str, ...]] = []
-    for candidate in (*found.audited, *found.others):
+    for candidate in found.tried:
         step, least = amount(candidate.step_s, "s"), amount(candidate.bound_s, "s")
         peak, how = ("", "predicted") if candidate.cost is None else (amount(candidate.cost.peak_bytes, "B"), "audited")
         rows.append((candidate.title, step, least, peak, how))

@@ -111,6 +111,11 @@ class Found:
     searched: str = ""
 
     @property
+    def tried(self) -> tuple[Candidate, ...]:
+        """All candidates: those that were audited, then those that are only predicted, best first of each."""
+        return (*self.audited, *sorted(self.others, key=lambda candidate: candidate.step_s))
+
+    @property
     def best(self) -> Candidate | None:
         return self.audited[0] if self.audited else None
 

@@ -208,7 +208,7 @@ def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificat
         proof += f"; searched one by one: {found.searched}"
     if found.interrupted is not None:
         proof += f"; the search ended by {found.interrupted}"
-    tried = [f"{c.title}: {c.step_s * 1e3:.6g} ms, at least {c.bound_s * 1e3:.6g} ms" for c in (*found.audited, *found.others)]
+    tried = [f"{c.title}: {c.step_s * 1e3:.6g} ms, at least {c.bound_s * 1e3:.6g} ms" for c in found.tried]
     tried += [f"{title}: none of them takes less than {bound * 1e3:.6g} ms" for title, bound in found.bounds.items()]
     tried += [f"{title}: {reason}" for title, reason in found.refused.items()]
     return Certificate(best.step_s, min(found.bound_s, best.step_s), proof, space, hardware.name, tuple(tried))

@@ -52,7 +52,7 @@ def search(place: Any = by_thumb, num_ranks: int = 4, **space: Any) -> Found:
 
 def test_every_number_of_positions_and_every_mesh_is_tried() -> None:
     found = search()
-    titles = {candidate.title for candidate in (*found.audited, *found.others)}
+    titles = {candidate.title for candidate in found.tried}
     tried = {title.split(",")[0] for title in titles}
     assert tried == {"x=4", "x=2 x y=2", "pp=2 x x=2", "pp=4"}
     assert {title.split(", ")[1] for title in titles if ", " in title} == {"1f1b", "zb_h1"}
@@ -120,7 +120,7 @@ def test_meshes_whose_bound_is_no_better_than_the_best_plan_are_not_tried() -> N
 
     found = search(bounded)
     assert found.refused["x=2 x y=2"] == "every plan on it takes at least 10000 ms"
-    assert not any("y=2" in candidate.title for candidate in (*found.audited, *found.others))
+    assert not any("y=2" in candidate.title for candidate in found.tried)
 
 
 def test_a_placement_for_less_memory_is_bounded_by_the_one_for_speed() -> None:
@@ -143,6 +143,8 @@ def test_a_placement_for_less_memory_is_bounded_by_the_one_for_speed() -> None:
 def test_what_is_predicted_to_take_much_longer_is_not_audited() -> None:
     found = search(audits=100, near=1.0)
     assert found.audited and found.others and found.best is not None
+    shuffled = replace(found, others=sorted(found.others, key=lambda candidate: candidate.title))
+    assert [c.step_s for c in shuffled.tried[len(found.audited) :]] == sorted(c.step_s for c in found.others)
     assert all(candidate.predicted_s > found.best.step_s for candidate in found.others)
 
 

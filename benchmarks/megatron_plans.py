@@ -36,7 +36,8 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.trace.api import trace
 from shardwright.policies.autodist.batches import batches
 from shardwright.policies.autodist.found import Found
-from shardwright.policies.autodist.policy import AutodistOptions, search_variants, settled
+from shardwright.policies.autodist.options import AutodistOptions
+from shardwright.policies.autodist.policy import search_variants, settled
 from shardwright.policies.autodist.variants import Variants
 from shardwright.policies.pipelines import PipelineOptions, add_stages
 from shardwright.runtime.config import ComputeConfig

@@ -21,9 +21,10 @@ from shardwright.compiler.compile import annotate, pass_manager
 from shardwright.compiler.cost.hardware import load_hardware
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.trace import trace
+from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.placement.place import place
 from shardwright.policies.autodist.placement.request import PlacementRequest
-from shardwright.policies.autodist.policy import AutodistOptions, search, settled
+from shardwright.policies.autodist.policy import search, settled
 from shardwright.policies.autodist.solver.problem import Infeasible
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Mesh

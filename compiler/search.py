@@ -18,8 +18,9 @@ from shardwright.compiler.plan.plan import Batch, Plan
 from shardwright.compiler.trace import trace
 from shardwright.policies.autodist.batches import BATCH, batch_dims, batches
 from shardwright.policies.autodist.found import Found
+from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.policy import POLICY as AUTODIST
-from shardwright.policies.autodist.policy import AutodistOptions, options_of, save, search_variants, settled
+from shardwright.policies.autodist.policy import options_of, save, search_variants, settled
 from shardwright.policies.autodist.variants import Variant, Variants
 from shardwright.policies.policy import Policy, read_options
 from shardwright.runtime import structure

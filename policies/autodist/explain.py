@@ -15,8 +15,10 @@ from shardwright.compiler.plan.check import ops_of, suggestion
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.candidates import ROLES
 from shardwright.policies.autodist.found import Candidate
+from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.placement.place import alternatives, in_words, place
-from shardwright.policies.autodist.policy import AutodistOptions, Placer, search
+from shardwright.policies.autodist.placer import Placer
+from shardwright.policies.autodist.policy import search
 from shardwright.policies.autodist.solver.problem import Infeasible
 from shardwright.policies.autodist.space import Wish
 from shardwright.runtime.config import ComputeConfig

@@ -2,117 +2,30 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from shardwright.compiler.cost.hardware import Hardware, load_hardware
 from shardwright.compiler.cost.operator_file import load_times, times_file
-from shardwright.compiler.cost.operators import OperatorTimes
-from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.plan.builder import PlannableGraph
-from shardwright.compiler.plan.named import split_dim_names
-from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.compiler.plan.plan import Certificate, Plan
 from shardwright.compiler.schedule.generate import SCHEDULES
 from shardwright.policies.autodist.batches import own_batch
-from shardwright.policies.autodist.candidates import divisors, meshes, named, stage_sizes
+from shardwright.policies.autodist.candidates import divisors, meshes, stage_sizes
 from shardwright.policies.autodist.found import Candidate, Found
-from shardwright.policies.autodist.placement.constraints import Constraints
-from shardwright.policies.autodist.placement.formulation import Node, OpNode
-from shardwright.policies.autodist.placement.memory_bound import least_step_s
-from shardwright.policies.autodist.placement.place import Placement, place
-from shardwright.policies.autodist.placement.pricing import Pricing
-from shardwright.policies.autodist.placement.problem import formulate
-from shardwright.policies.autodist.placement.request import PlacementRequest
+from shardwright.policies.autodist.options import AutodistOptions, check_options
+from shardwright.policies.autodist.placer import Placer, Pricings
 from shardwright.policies.autodist.search import Search
-from shardwright.policies.autodist.solver.problem import Infeasible
-from shardwright.policies.autodist.space import Placed, Space, Wish
+from shardwright.policies.autodist.space import Space
 from shardwright.policies.autodist.variants import Variant, Variants
 from shardwright.policies.partition import starts_at
 from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.saved import SavedOptions, load_plan
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import ConfigError, PlanError
+from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.swap import write_file
-
-
-@dataclass(frozen=True, kw_only=True)
-class AutodistOptions:
-    """Everything may be left to the search.
-
-    **Machine.** ``hardware``: a preset or a hardware file, of at least ``plan_ngpus`` devices. ``memory_limit_gb``: of one
-    device (default: what the hardware has).
-
-    **Mesh.** ``mesh``: axes and sizes of the ranks of one pipeline position, major to minor; without it all meshes of up to
-    ``max_axes`` axes are tried, none larger than ``max_split``. ``pin``, ``forbid``, ``stored``: see
-    :class:`shardwright.policies.autodist.placement.constraints.Constraints`; they name axes, so that they need a ``mesh``.
-
-    **Pipeline.** Searched where ``num_microbatches``, the samples of a step, is given. ``num_stages``: positions, 1 for no
-    pipeline. ``schedule``, ``chunks``, ``stage_starts``: as for policy ``hybrid``. ``update_freq``: microbatches of a step
-    whose gradients are accumulated, where there is no pipeline.
-
-    **Batch.** ``global_batch``: the samples of a step, over all units, in the place of a number of microbatches.
-    ``microbatch``: sizes of one unit's microbatch to choose from; where the model is traced for one size, only that one.
-    ``batch_dims``: by path of an input, the dim that counts samples, where it cannot be told.
-
-    **ZeRO.** ``zero``: stages to choose from where ``ComputeConfig(use_zero="auto")`` leaves it to the plan (default: all).
-
-    **Recompute.** ``recompute``: module paths computed again, whatever the memory; ``[]``: none. Left out, layers are computed
-    again as far as the memory asks for it.
-
-    ``time_limit_s``: for the whole search. ``save_plan``: a file for the plan; ``load_plan``: use the plan of a file and search
-    nothing.
-    """
-
-    hardware: str = "a100-80gb"
-    memory_limit_gb: float | None = None
-    mesh: Mapping[str, int] | None = None
-    max_axes: int = 2
-    max_split: int | None = None
-    pin: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    forbid: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    stored: Mapping[str, str] = field(default_factory=dict)
-    num_microbatches: int | None = None
-    num_stages: int | None = None
-    schedule: str | None = None
-    chunks: int | None = None
-    stage_starts: tuple[str, ...] | None = None
-    update_freq: int | None = None
-    global_batch: int | None = None
-    microbatch: tuple[int, ...] | None = None
-    batch_dims: Mapping[str, int] = field(default_factory=dict)
-    zero: tuple[int, ...] | None = None
-    recompute: tuple[str, ...] | None = None
-    time_limit_s: float = 120.0
-    save_plan: str | None = None
-    load_plan: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.save_plan is not None and self.load_plan is not None:
-            raise ConfigError(
-                "policy 'autodist' has save_plan and load_plan",
-                why=f"the plan in {self.load_plan} is used as it is, and nothing is found that could be saved",
-                hint="leave out one of them",
-            )
-        if self.global_batch is None:
-            alone = [name for name in ("microbatch", "batch_dims") if getattr(self, name)]
-            if alone:
-                raise ConfigError(
-                    f"policy 'autodist' has {' and '.join(alone)} but no global_batch",
-                    why="the samples of a step are cut into microbatches, and their number is not known",
-                    hint="give global_batch, the samples of a step over all units",
-                )
-            return
-        twice = [name for name in ("num_microbatches", "update_freq") if getattr(self, name) is not None]
-        if twice:
-            raise ConfigError(
-                f"policy 'autodist' has global_batch and {' and '.join(twice)}",
-                why=f"global_batch={self.global_batch} and the size of a microbatch say how many there are",
-                hint=f"leave out {' and '.join(twice)}, or global_batch",
-            )
 
 
 def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
@@ -216,7 +129,7 @@ def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificat
 
 def _space(graph: PlannableGraph, config: ComputeConfig, options: AutodistOptions, hardware: Hardware) -> Space:
     """The options as what is searched."""
-    _check(config, options)
+    check_options(config, options)
     limit = hardware.device.memory_bytes if options.memory_limit_gb is None else options.memory_limit_gb * 1e9
     schedules = [name for name, method in SCHEDULES.items() if method.trains and name != "gpipe"]
     if options.schedule is not None:
@@ -269,170 +182,6 @@ def _ordered(mesh: Mesh, names: list[str]) -> Mesh:
     if sorted(names) != sorted(mesh.names):
         raise PlanError(f"order {'-'.join(names)!r} does not name the axes of the mesh", why=f"axes {mesh.names}")
     return Mesh(tuple((name, mesh.axis_size(name)) for name in names))
-
-
-def _check(config: ComputeConfig, options: AutodistOptions) -> None:
-    """Refuse options that contradict each other or the config."""
-    given = [name for name in ("pin", "forbid", "stored") if getattr(options, name)]
-    given += ["rank_order"] if config.rank_order is not None else []
-    if given and options.mesh is None:
-        raise ConfigError(
-            f"policy 'autodist' has {' and '.join(given)} but no mesh",
-            why="the axes they name are those of a mesh",
-            hint="give the option mesh, for example {'dp': 2, 'tp': 4}",
-        )
-    if options.mesh is not None:
-        mesh = Mesh.of(options.mesh)
-        positions = options.num_stages or 1
-        if any(size < 1 for _, size in mesh.axes) or config.plan_ngpus % mesh.size or "pp" in mesh.names:
-            why = f"mesh {mesh} is that of one pipeline position, plan_ngpus={config.plan_ngpus}"
-            raise ConfigError(
-                "the mesh of policy 'autodist' does not divide the ranks", why=why, hint="leave out the axis 'pp'"
-            )
-        if mesh.size * positions != config.plan_ngpus and (options.num_stages is not None or not options.num_microbatches):
-            raise ConfigError(
-                f"the mesh of policy 'autodist' has {mesh.size} ranks",
-                why=f"mesh {mesh}, num_stages={positions}, plan_ngpus={config.plan_ngpus}",
-                hint="make the product of the axes and num_stages equal to plan_ngpus",
-            )
-    _check_uneven(config, options)
-    pipeline = [name for name in ("schedule", "chunks", "stage_starts") if getattr(options, name) is not None]
-    pipeline += ["num_stages"] if (options.num_stages or 1) > 1 else []
-    if pipeline and options.num_microbatches is None:
-        raise ConfigError(
-            f"policy 'autodist' has {' and '.join(pipeline)} but no num_microbatches",
-            why="a pipeline is planned for the number of samples of a step",
-            hint="give num_microbatches",
-        )
-    if options.num_microbatches is not None and not config.use_end2end:
-        raise ConfigError(
-            "policy 'autodist' searches pipelines only with use_end2end=True",
-            why=f"num_microbatches={options.num_microbatches} is given",
-            hint="ComputeConfig(use_end2end=True, ...), with a model whose first result is the loss; or update_freq for "
-            "gradients accumulated without a pipeline",
-        )
-    if options.schedule is not None and not getattr(SCHEDULES.get(options.schedule), "trains", False):
-        trained = [name for name, method in SCHEDULES.items() if method.trains]
-        raise ConfigError(f"there is no schedule {options.schedule!r} to train with", hint=f"one of {', '.join(trained)}")
-
-
-def _check_uneven(config: ComputeConfig, options: AutodistOptions) -> None:
-    """Refuse several stages on a position where positions cannot be alike."""
-    several = [f"chunks={options.chunks}"] if (options.chunks or 1) > 1 else []
-    if options.schedule is not None and getattr(SCHEDULES.get(options.schedule), "min_chunks", 1) > 1:
-        several.append(f"schedule={options.schedule!r}")
-    if several and options.num_stages is not None and config.plan_ngpus % options.num_stages:
-        raise ConfigError(
-            f"policy 'autodist' has num_stages={options.num_stages} and {' and '.join(several)}",
-            why=f"{config.plan_ngpus} ranks do not divide into so many equal positions, and unequal ones run one stage each",
-            hint="a num_stages that divides plan_ngpus, or schedule '1f1b'",
-        )
-
-
-TARGET_GAP, LARGE = 5e-3, 256
-"""How near to its bound the placement on one of many meshes need be, and from how many operators on: meshes differ by more, and
-the time is for all of them. On a mesh that is given, and for smaller models, placements are made as good as time allows.
-"""
-
-Pricings = dict[tuple[Mesh, tuple[int, ...]], Pricing]
-"""By mesh and the ranks that it lies on, what does not change between placements."""
-
-SHARE = 0.02
-"""Of the time limit, for a placement that need not be better."""
-
-
-class Placer:
-    """Places the model, keeping what does not change between the wishes for one mesh."""
-
-    def __init__(
-        self,
-        graph: PlannableGraph,
-        config: ComputeConfig,
-        options: AutodistOptions,
-        hardware: Hardware,
-        times: OperatorTimes | None = None,
-        pricings: Pricings | None = None,
-    ) -> None:
-        self.graph, self.config, self.options, self.hardware, self.times = graph, config, options, hardware, times
-        self._deadline = time.monotonic() + options.time_limit_s
-        self._pricings: Pricings = {} if pricings is None else pricings
-
-    def request(self, wish: Wish) -> PlacementRequest:
-        """What a wish asks of the placement, with what the options fix."""
-        coarse = self.options.mesh is None and len(self.graph.ops) >= LARGE
-        share = SHARE if coarse else 1.0
-        return PlacementRequest(
-            self.graph,
-            wish.mesh,
-            wish.ranks,
-            self.hardware,
-            self.config,
-            memory_limit_bytes=wish.memory_bytes,
-            constraints=Constraints(self.options.pin, self.options.forbid, self.options.stored),
-            time_limit_s=max(1.0, min((self._deadline - time.monotonic()) / 2, share * self.options.time_limit_s)),
-            target_gap=TARGET_GAP if coarse else 0.0,
-            microbatches=wish.num_microbatches,
-            outputs=output_wishes(self.graph, self.config),
-            recompute=wish.recompute,
-            in_flight=wish.in_flight,
-            times=self.times,
-        )
-
-    def __call__(self, wish: Wish) -> Placed:
-        request = self.request(wish)
-        pricing = self._pricings.setdefault((wish.mesh, wish.ranks), Pricing(request))
-        found = place(request, pricing=pricing)
-        if isinstance(found, Infeasible):
-            raise PlanError("no placement fits", why=_too_large(found, request, pricing))
-        plan = found.plan if self.graph.eval_graph is None else _with_evaluation(found, self.graph.eval_graph)
-        if self.options.mesh is None:
-            plan = named(plan, split_dim_names(self.graph, plan))
-        return Placed(plan, found.bound_s, found.proof, str(found.space))
-
-    def least_s(self, wish: Wish) -> float:
-        """Seconds per step that no plan for a wish with memory is below; what may be computed again is as the options say."""
-        request = self.request(wish)
-        pricing = self._pricings.setdefault((wish.mesh, wish.ranks), Pricing(request))
-        return least_step_s(request, pricing, again=self.options.recompute is None)
-
-
-def _too_large(found: Infeasible, request: PlacementRequest, pricing: Pricing) -> str:
-    """Why nothing fits: how much is missing, and what takes most."""
-    if found.row is None or found.least_usage is None or request.memory_limit_bytes is None:
-        return found.reason
-    nodes = formulate(request, pricing).nodes
-    names = [_name(nodes[index]) for index in found.nodes[:3]]
-    return (
-        f"at least {found.least_usage / 1e9:.3g} GB, and {request.memory_limit_bytes / 1e9:.3g} GB are allowed; "
-        f"most of it for {', '.join(names)}"
-    )
-
-
-def _name(node: Node) -> str:
-    """What a node of the problem stands for: a parameter, an operator or a value."""
-    return node.op.name if isinstance(node, OpNode) else node.value.fqn or node.value.name
-
-
-def _with_evaluation(best: Placement, body: IRGraph) -> Plan:
-    """The plan with strategies for the operators that only the evaluation body has, for the tensors as they are stored."""
-    plan, request = best.plan, best.request
-    names = {op.name for op in body.ops}
-    pin = {op: {axis: found.get(axis, "R") for axis in plan.mesh.names} for op, found in plan.strategies.items() if op in names}
-    held = {value.fqn for value in (*body.parameters, *body.buffers)}
-    stored = {fqn: layout for fqn, layout in plan.stored.items() if fqn in held}
-    graph = PlannableGraph.of(body)
-    paths = {path for path, _ in body.output.leaves()}
-    found = place(
-        replace(
-            request,
-            graph=graph,
-            constraints=Constraints(pin, {}, stored),
-            memory_limit_bytes=None,
-            outputs={path: wish for path, wish in request.outputs.items() if path in paths},
-        )
-    )
-    assert not isinstance(found, Infeasible), found.reason
-    return replace(plan, strategies={**found.plan.strategies, **plan.strategies})
 
 
 def files(config: ComputeConfig) -> list[Path]:

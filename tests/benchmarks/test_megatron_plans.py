@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from shardwright.compiler.cost.hardware import load_hardware
-from shardwright.policies.autodist.policy import AutodistOptions, search
+from shardwright.policies.autodist.options import AutodistOptions
+from shardwright.policies.autodist.policy import search
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

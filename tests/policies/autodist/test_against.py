@@ -28,7 +28,8 @@ from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.trace import trace
 from shardwright.policies.autodist.found import Candidate
-from shardwright.policies.autodist.policy import AutodistOptions, search
+from shardwright.policies.autodist.options import AutodistOptions
+from shardwright.policies.autodist.policy import search
 from shardwright.policies.autodist.search import Search
 from shardwright.policies.autodist.space import Placed, Space, Wish
 from shardwright.policies.registry import find_policy

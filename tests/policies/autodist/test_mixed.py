@@ -14,7 +14,8 @@ from plans import zoo_graph
 from shardwright.compiler.verification.verify import verify
 from shardwright.policies.autodist.candidates import stage_sizes
 from shardwright.policies.autodist.found import Found
-from shardwright.policies.autodist.policy import AutodistOptions, apply, search, settled
+from shardwright.policies.autodist.options import AutodistOptions
+from shardwright.policies.autodist.policy import apply, search, settled
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
 

@@ -25,7 +25,9 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Compute, Program
 from shardwright.compiler.trace import trace
 from shardwright.compiler.verification.verify import verify
-from shardwright.policies.autodist.policy import LARGE, TARGET_GAP, AutodistOptions, Placer, search
+from shardwright.policies.autodist.options import AutodistOptions
+from shardwright.policies.autodist.placer import LARGE, TARGET_GAP, Placer
+from shardwright.policies.autodist.policy import search
 from shardwright.policies.autodist.space import Wish
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig

@@ -27,7 +27,8 @@ from shardwright.compiler.trace import trace
 from shardwright.compiler.verification.samples import in_float64
 from shardwright.compiler.verification.verify import verify
 from shardwright.policies.autodist.found import INTERRUPT, Candidate, Found
-from shardwright.policies.autodist.policy import AutodistOptions, search
+from shardwright.policies.autodist.options import AutodistOptions
+from shardwright.policies.autodist.policy import search
 from shardwright.policies.autodist.space import Placed
 from shardwright.policies.autodist.variants import WORTH, Variant, Variants
 from shardwright.policies.registry import find_policy

@@ -15,7 +15,8 @@ from shardwright.compiler.cost.hardware import load_hardware
 from shardwright.compiler.verification.verify import verify
 from shardwright.policies.autodist.candidates import position_ranks, with_pp
 from shardwright.policies.autodist.found import Found
-from shardwright.policies.autodist.policy import AutodistOptions, apply, search
+from shardwright.policies.autodist.options import AutodistOptions
+from shardwright.policies.autodist.policy import apply, search
 from shardwright.policies.autodist.stages.tiers import lie
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Mesh

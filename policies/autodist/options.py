@@ -1,0 +1,145 @@
+"""The options of policy ``autodist``, and which of them contradict each other or the config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardwright.compiler.schedule.generate import SCHEDULES
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import ConfigError
+from shardwright.runtime.layout import Mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutodistOptions:
+    """Everything may be left to the search.
+
+    **Machine.** ``hardware``: a preset or a hardware file, of at least ``plan_ngpus`` devices. ``memory_limit_gb``: of one
+    device (default: what the hardware has).
+
+    **Mesh.** ``mesh``: axes and sizes of the ranks of one pipeline position, major to minor; without it all meshes of up to
+    ``max_axes`` axes are tried, none larger than ``max_split``. ``pin``, ``forbid``, ``stored``: see
+    :class:`shardwright.policies.autodist.placement.constraints.Constraints`; they name axes, so that they need a ``mesh``.
+
+    **Pipeline.** Searched where ``num_microbatches``, the samples of a step, is given. ``num_stages``: positions, 1 for no
+    pipeline. ``schedule``, ``chunks``, ``stage_starts``: as for policy ``hybrid``. ``update_freq``: microbatches of a step
+    whose gradients are accumulated, where there is no pipeline.
+
+    **Batch.** ``global_batch``: the samples of a step, over all units, in the place of a number of microbatches.
+    ``microbatch``: sizes of one unit's microbatch to choose from; where the model is traced for one size, only that one.
+    ``batch_dims``: by path of an input, the dim that counts samples, where it cannot be told.
+
+    **ZeRO.** ``zero``: stages to choose from where ``ComputeConfig(use_zero="auto")`` leaves it to the plan (default: all).
+
+    **Recompute.** ``recompute``: module paths computed again, whatever the memory; ``[]``: none. Left out, layers are computed
+    again as far as the memory asks for it.
+
+    ``time_limit_s``: for the whole search. ``save_plan``: a file for the plan; ``load_plan``: use the plan of a file and search
+    nothing.
+    """
+
+    hardware: str = "a100-80gb"
+    memory_limit_gb: float | None = None
+    mesh: Mapping[str, int] | None = None
+    max_axes: int = 2
+    max_split: int | None = None
+    pin: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    forbid: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    stored: Mapping[str, str] = field(default_factory=dict)
+    num_microbatches: int | None = None
+    num_stages: int | None = None
+    schedule: str | None = None
+    chunks: int | None = None
+    stage_starts: tuple[str, ...] | None = None
+    update_freq: int | None = None
+    global_batch: int | None = None
+    microbatch: tuple[int, ...] | None = None
+    batch_dims: Mapping[str, int] = field(default_factory=dict)
+    zero: tuple[int, ...] | None = None
+    recompute: tuple[str, ...] | None = None
+    time_limit_s: float = 120.0
+    save_plan: str | None = None
+    load_plan: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.save_plan is not None and self.load_plan is not None:
+            raise ConfigError(
+                "policy 'autodist' has save_plan and load_plan",
+                why=f"the plan in {self.load_plan} is used as it is, and nothing is found that could be saved",
+                hint="leave out one of them",
+            )
+        if self.global_batch is None:
+            alone = [name for name in ("microbatch", "batch_dims") if getattr(self, name)]
+            if alone:
+                raise ConfigError(
+                    f"policy 'autodist' has {' and '.join(alone)} but no global_batch",
+                    why="the samples of a step are cut into microbatches, and their number is not known",
+                    hint="give global_batch, the samples of a step over all units",
+                )
+            return
+        twice = [name for name in ("num_microbatches", "update_freq") if getattr(self, name) is not None]
+        if twice:
+            raise ConfigError(
+                f"policy 'autodist' has global_batch and {' and '.join(twice)}",
+                why=f"global_batch={self.global_batch} and the size of a microbatch say how many there are",
+                hint=f"leave out {' and '.join(twice)}, or global_batch",
+            )
+
+
+def check_options(config: ComputeConfig, options: AutodistOptions) -> None:
+    """Refuse options that contradict each other or the config."""
+    given = [name for name in ("pin", "forbid", "stored") if getattr(options, name)]
+    given += ["rank_order"] if config.rank_order is not None else []
+    if given and options.mesh is None:
+        raise ConfigError(
+            f"policy 'autodist' has {' and '.join(given)} but no mesh",
+            why="the axes they name are those of a mesh",
+            hint="give the option mesh, for example {'dp': 2, 'tp': 4}",
+        )
+    if options.mesh is not None:
+        mesh = Mesh.of(options.mesh)
+        positions = options.num_stages or 1
+        if any(size < 1 for _, size in mesh.axes) or config.plan_ngpus % mesh.size or "pp" in mesh.names:
+            why = f"mesh {mesh} is that of one pipeline position, plan_ngpus={config.plan_ngpus}"
+            raise ConfigError(
+                "the mesh of policy 'autodist' does not divide the ranks", why=why, hint="leave out the axis 'pp'"
+            )
+        if mesh.size * positions != config.plan_ngpus and (options.num_stages is not None or not options.num_microbatches):
+            raise ConfigError(
+                f"the mesh of policy 'autodist' has {mesh.size} ranks",
+                why=f"mesh {mesh}, num_stages={positions}, plan_ngpus={config.plan_ngpus}",
+                hint="make the product of the axes and num_stages equal to plan_ngpus",
+            )
+    _check_uneven(config, options)
+    pipeline = [name for name in ("schedule", "chunks", "stage_starts") if getattr(options, name) is not None]
+    pipeline += ["num_stages"] if (options.num_stages or 1) > 1 else []
+    if pipeline and options.num_microbatches is None:
+        raise ConfigError(
+            f"policy 'autodist' has {' and '.join(pipeline)} but no num_microbatches",
+            why="a pipeline is planned for the number of samples of a step",
+            hint="give num_microbatches",
+        )
+    if options.num_microbatches is not None and not config.use_end2end:
+        raise ConfigError(
+            "policy 'autodist' searches pipelines only with use_end2end=True",
+            why=f"num_microbatches={options.num_microbatches} is given",
+            hint="ComputeConfig(use_end2end=True, ...), with a model whose first result is the loss; or update_freq for "
+            "gradients accumulated without a pipeline",
+        )
+    if options.schedule is not None and not getattr(SCHEDULES.get(options.schedule), "trains", False):
+        trained = [name for name, method in SCHEDULES.items() if method.trains]
+        raise ConfigError(f"there is no schedule {options.schedule!r} to train with", hint=f"one of {', '.join(trained)}")
+
+
+def _check_uneven(config: ComputeConfig, options: AutodistOptions) -> None:
+    """Refuse several stages on a position where positions cannot be alike."""
+    several = [f"chunks={options.chunks}"] if (options.chunks or 1) > 1 else []
+    if options.schedule is not None and getattr(SCHEDULES.get(options.schedule), "min_chunks", 1) > 1:
+        several.append(f"schedule={options.schedule!r}")
+    if several and options.num_stages is not None and config.plan_ngpus % options.num_stages:
+        raise ConfigError(
+            f"policy 'autodist' has num_stages={options.num_stages} and {' and '.join(several)}",
+            why=f"{config.plan_ngpus} ranks do not divide into so many equal positions, and unequal ones run one stage each",
+            hint="a num_stages that divides plan_ngpus, or schedule '1f1b'",
+        )

@@ -1,0 +1,133 @@
+"""Placements for the wishes of a search, as the options want them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from shardwright.compiler.cost.hardware import Hardware
+from shardwright.compiler.cost.operators import OperatorTimes
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.named import split_dim_names
+from shardwright.compiler.plan.outputs import output_wishes
+from shardwright.compiler.plan.plan import Plan
+from shardwright.policies.autodist.candidates import named
+from shardwright.policies.autodist.options import AutodistOptions
+from shardwright.policies.autodist.placement.constraints import Constraints
+from shardwright.policies.autodist.placement.formulation import Node, OpNode
+from shardwright.policies.autodist.placement.memory_bound import least_step_s
+from shardwright.policies.autodist.placement.place import Placement, place
+from shardwright.policies.autodist.placement.pricing import Pricing
+from shardwright.policies.autodist.placement.problem import formulate
+from shardwright.policies.autodist.placement.request import PlacementRequest
+from shardwright.policies.autodist.solver.problem import Infeasible
+from shardwright.policies.autodist.space import Placed, Wish
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import PlanError
+from shardwright.runtime.layout import Mesh
+
+TARGET_GAP, LARGE = 5e-3, 256
+"""How near to its bound the placement on one of many meshes need be, and from how many operators on: meshes differ by more, and
+the time is for all of them. On a mesh that is given, and for smaller models, placements are made as good as time allows.
+"""
+
+Pricings = dict[tuple[Mesh, tuple[int, ...]], Pricing]
+"""By mesh and the ranks that it lies on, what does not change between placements."""
+
+SHARE = 0.02
+"""Of the time limit, for a placement that need not be better."""
+
+
+class Placer:
+    """Places the model, keeping what does not change between the wishes for one mesh."""
+
+    def __init__(
+        self,
+        graph: PlannableGraph,
+        config: ComputeConfig,
+        options: AutodistOptions,
+        hardware: Hardware,
+        times: OperatorTimes | None = None,
+        pricings: Pricings | None = None,
+    ) -> None:
+        self.graph, self.config, self.options, self.hardware, self.times = graph, config, options, hardware, times
+        self._deadline = time.monotonic() + options.time_limit_s
+        self._pricings: Pricings = {} if pricings is None else pricings
+
+    def request(self, wish: Wish) -> PlacementRequest:
+        """What a wish asks of the placement, with what the options fix."""
+        coarse = self.options.mesh is None and len(self.graph.ops) >= LARGE
+        share = SHARE if coarse else 1.0
+        return PlacementRequest(
+            self.graph,
+            wish.mesh,
+            wish.ranks,
+            self.hardware,
+            self.config,
+            memory_limit_bytes=wish.memory_bytes,
+            constraints=Constraints(self.options.pin, self.options.forbid, self.options.stored),
+            time_limit_s=max(1.0, min((self._deadline - time.monotonic()) / 2, share * self.options.time_limit_s)),
+            target_gap=TARGET_GAP if coarse else 0.0,
+            microbatches=wish.num_microbatches,
+            outputs=output_wishes(self.graph, self.config),
+            recompute=wish.recompute,
+            in_flight=wish.in_flight,
+            times=self.times,
+        )
+
+    def __call__(self, wish: Wish) -> Placed:
+        request = self.request(wish)
+        pricing = self._pricings.setdefault((wish.mesh, wish.ranks), Pricing(request))
+        found = place(request, pricing=pricing)
+        if isinstance(found, Infeasible):
+            raise PlanError("no placement fits", why=_too_large(found, request, pricing))
+        plan = found.plan if self.graph.eval_graph is None else _with_evaluation(found, self.graph.eval_graph)
+        if self.options.mesh is None:
+            plan = named(plan, split_dim_names(self.graph, plan))
+        return Placed(plan, found.bound_s, found.proof, str(found.space))
+
+    def least_s(self, wish: Wish) -> float:
+        """Seconds per step that no plan for a wish with memory is below; what may be computed again is as the options say."""
+        request = self.request(wish)
+        pricing = self._pricings.setdefault((wish.mesh, wish.ranks), Pricing(request))
+        return least_step_s(request, pricing, again=self.options.recompute is None)
+
+
+def _too_large(found: Infeasible, request: PlacementRequest, pricing: Pricing) -> str:
+    """Why nothing fits: how much is missing, and what takes most."""
+    if found.row is None or found.least_usage is None or request.memory_limit_bytes is None:
+        return found.reason
+    nodes = formulate(request, pricing).nodes
+    names = [_name(nodes[index]) for index in found.nodes[:3]]
+    return (
+        f"at least {found.least_usage / 1e9:.3g} GB, and {request.memory_limit_bytes / 1e9:.3g} GB are allowed; "
+        f"most of it for {', '.join(names)}"
+    )
+
+
+def _name(node: Node) -> str:
+    """What a node of the problem stands for: a parameter, an operator or a value."""
+    return node.op.name if isinstance(node, OpNode) else node.value.fqn or node.value.name
+
+
+def _with_evaluation(best: Placement, body: IRGraph) -> Plan:
+    """The plan with strategies for the operators that only the evaluation body has, for the tensors as they are stored."""
+    plan, request = best.plan, best.request
+    names = {op.name for op in body.ops}
+    pin = {op: {axis: found.get(axis, "R") for axis in plan.mesh.names} for op, found in plan.strategies.items() if op in names}
+    held = {value.fqn for value in (*body.parameters, *body.buffers)}
+    stored = {fqn: layout for fqn, layout in plan.stored.items() if fqn in held}
+    graph = PlannableGraph.of(body)
+    paths = {path for path, _ in body.output.leaves()}
+    found = place(
+        replace(
+            request,
+            graph=graph,
+            constraints=Constraints(pin, {}, stored),
+            memory_limit_bytes=None,
+            outputs={path: wish for path, wish in request.outputs.items() if path in paths},
+        )
+    )
+    assert not isinstance(found, Infeasible), found.reason
+    return replace(plan, strategies={**found.plan.strategies, **plan.strategies})

@@ -1,4 +1,4 @@
-"""What reducers and optimizers need to know of a compiled module, without knowing how it runs."""
+"""What reducers, optimizers and checkpoints need to know of a compiled module, without knowing how it runs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from shardwright.runtime.scope import Scope
 
 
 class CompiledModule(Scope):
-    """One rank's part of a compiled module, as far as its training is concerned.
+    """One rank's part of a compiled module, as far as its training and its state are concerned.
 
-    ``mesh``: of a unit. ``compute_config``: what it was compiled with. ``use_order``: the parameters, those of other stages
-    too, in the order in which forward first uses them. The loader sets both. ``shared``: the parameters that
+    ``mesh``: of a unit. ``rank``: in it. ``compute_config``: what it was compiled with. ``use_order``: the parameters, those
+    of other stages too, in the order in which forward first uses them. The loader sets both. ``shared``: the parameters that
     several pipeline stages hold, with their stages. ``ranks``: this rank's place in its unit. ``rng``: seed, step and
     microbatch of its random numbers. ``reducer``: what sums its gradients, once there is one.
     """
 
     mesh: ClassVar[Mesh]
+    rank: ClassVar[int]
     compute_config: ClassVar[ComputeConfig | None] = None
     use_order: ClassVar[tuple[str, ...]] = ()
     shared: ClassVar[Mapping[str, tuple[int, ...]]] = {}
@@ -64,6 +65,15 @@ class CompiledModule(Scope):
                 self.reducer.clear(set_to_none)
                 return
         super().zero_grad(set_to_none)
+
+    @property
+    def declarations(self) -> tuple[Declaration, ...]:
+        """What the generated class declared, in order."""
+        raise NotImplementedError
+
+    def all_declarations(self) -> tuple[Declaration, ...]:
+        """The tensors of the whole model, those of other pipeline stages too, in the original order."""
+        return self.declarations
 
     def trained_parameters(self) -> Iterator[tuple[Declaration, nn.Parameter]]:
         """The parameters of this rank that get gradients, in order, each once."""

@@ -29,7 +29,6 @@ any path. Constants of the trace are read by the name they are declared with, ``
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -39,17 +38,24 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.runtime.autocast import as_compiled
-from shardwright.runtime.checksum import differing
+from shardwright.runtime.call_checks import (
+    DeclaredParameter,
+    StepsWithoutSums,
+    check_devices,
+    check_requires_grad,
+    compare_inputs,
+)
 from shardwright.runtime.communicator import Communicator
 from shardwright.runtime.compiled import CompiledModule
 from shardwright.runtime.declarations import Declaration
 from shardwright.runtime.end2end import ScaleFunction, arguments_of, infer_step, train_step
-from shardwright.runtime.errors import CheckpointError, DistributedError, InputError, UsageError, format_error
+from shardwright.runtime.errors import DistributedError, InputError, UsageError, format_error
+from shardwright.runtime.extra_state import check_extra_state, check_holds_wholes, extra_state
 from shardwright.runtime.gathered_weights import WeightGathering
 from shardwright.runtime.gradnorm import counts_here
 from shardwright.runtime.groups import AxisGroup, RankMesh
 from shardwright.runtime.inputs import InputTable
-from shardwright.runtime.layout import ZERO, Coords, Cut, Layout, Mesh
+from shardwright.runtime.layout import ZERO, Cut, Layout
 from shardwright.runtime.ops.random import RngMode, RngState
 from shardwright.runtime.scope import Place, place
 from shardwright.runtime.weights import WeightFiles
@@ -75,7 +81,6 @@ class ParallelModule(CompiledModule):
     values are missing.
     """
 
-    rank: ClassVar[int]
     inputs: ClassVar[Mapping[str, Any]]
     seed: ClassVar[int] = 0
     rng_mode: ClassVar[RngMode] = "fast"
@@ -87,9 +92,8 @@ class ParallelModule(CompiledModule):
 
     _declarations: dict[str, Declaration]
     _places: dict[str, tuple[Place, ...]]
-    _trained: list[tuple[dict[str, nn.Parameter | None], str, bool]]
-    _summed: Declaration | None  # one of the parameters whose gradients are sums over ranks
-    _summed_version: int = -1  # of that parameter, at the last call
+    _parameters_declared: list[DeclaredParameter]
+    _steps_without_sums: StepsWithoutSums
     _input_table: InputTable
     _inputs_compared: bool
     _in_step: bool = False
@@ -108,7 +112,7 @@ class ParallelModule(CompiledModule):
         self._inputs_compared = False
         self._declarations = {}
         self._places = {}
-        self._trained = []
+        self._parameters_declared = []
         self._gathering = WeightGathering()
         self.declare()
         self._make_tensors(init_params)
@@ -179,30 +183,22 @@ class ParallelModule(CompiledModule):
     def _make_tensors(self, init_params: bool) -> None:
         with WeightFiles(generated_directory(type(self))) as files:
             for declaration in self._declarations.values():
+                ranks = self.ranks_of(declaration)
                 if init_params or not declaration.is_initial_weight:
-                    value = files.read(declaration, *self._place_of(declaration)).to(self._device)
+                    value = files.read(declaration, ranks.mesh, ranks.coords).to(self._device)
                 else:
-                    shape = declaration.layout.local_shape(*self._place_of(declaration))
+                    shape = declaration.layout.local_shape(ranks.mesh, ranks.coords)
                     value = torch.empty(shape, dtype=declaration.dtype, device=self._device)
                 tensor = nn.Parameter(value, declaration.requires_grad) if declaration.kind == "parameter" else value
                 self._put(declaration.name, declaration, tensor)
                 if declaration.kind == "parameter":
-                    scope, leaf = self._places[declaration.name][0]
-                    self._trained.append((scope._parameters, leaf, declaration.requires_grad))
-        self._summed = next((declaration for declaration, _ in self.trained_parameters() if self._is_summed(declaration)), None)
+                    where = self._places[declaration.name][0]
+                    self._parameters_declared.append(DeclaredParameter(where, declaration.requires_grad))
+        self._steps_without_sums = StepsWithoutSums(self)
         # After all first names: a scope that holds nothing but an alias must not come before its elder siblings.
         for declaration in self._declarations.values():
             for alias in declaration.aliases:
                 self._put(alias, declaration, self.weights(declaration.name))
-
-    def _is_summed(self, declaration: Declaration) -> bool:
-        """Whether the gradient of a parameter is still to be summed over ranks when backward is done."""
-        layout = declaration.layout
-        return bool(layout.grad_partial) or (self.ranks.num_units > 1 and ZERO not in layout.cut_axes)
-
-    def _place_of(self, declaration: Declaration) -> tuple[Mesh, Coords]:
-        ranks = self.ranks_of(declaration)
-        return ranks.mesh, ranks.coords
 
     def _put(self, fqn: str, declaration: Declaration, tensor: Tensor) -> None:
         where = place(self, fqn)
@@ -320,75 +316,16 @@ class ParallelModule(CompiledModule):
                 hint="call train_step(samples) or infer_step(samples), or compile with use_end2end=False",
             )
         tensors = self._input_table.check(given, absent or {})
-        self._check_devices(tensors)
+        check_devices(type(self).__name__, tensors, self._device)
         if torch.is_grad_enabled():
-            self._check_requires_grad()
+            check_requires_grad(self, self._parameters_declared)
             if self.reducer is None:
-                self._warn_of_steps_without_sums()
+                self._steps_without_sums.check(self)
         if not self._inputs_compared:
             self._inputs_compared = True
-            self._compare_inputs(tensors)
+            compare_inputs(type(self).__name__, tensors, self._unit, self.ranks.num_units)
         if self.training:
             self.rng.next_microbatch()
-
-    def _check_devices(self, tensors: Mapping[str, Tensor]) -> None:
-        for path, x in tensors.items():
-            if x.device != self._device and x.ndim:  # operators take numbers from any device
-                raise InputError(
-                    f"{type(self).__name__}.forward: argument {path!r} is on {x.device}, but the module is on {self._device}",
-                    hint=f"pass {path}.to(model.device)",
-                )
-
-    def _check_requires_grad(self) -> None:
-        # Read from where they live: load_state_dict(assign=True) and some conversions put other Parameter objects there.
-        for parameters, leaf, requires_grad in self._trained:
-            parameter = parameters[leaf]
-            assert parameter is not None
-            if parameter.requires_grad is not requires_grad:
-                self._refuse_requires_grad(parameter)
-
-    def _refuse_requires_grad(self, parameter: nn.Parameter) -> None:
-        name = next(name for name, other in self.named_parameters() if other is parameter)
-        now, then = ("trained", "frozen") if parameter.requires_grad else ("frozen", "trained")
-        raise InputError(
-            f"parameter {name!r} of {type(self).__name__} is {now}, but was {then} when it was compiled",
-            why="which gradients are communicated, and how, was decided then",
-            hint=f"set its requires_grad back to {not parameter.requires_grad}, or set it on the original module "
-            "and compile again",
-        )
-
-    def _warn_of_steps_without_sums(self) -> None:
-        """Warn once if parameters change between calls and nobody has been asked to sum their gradients: an ordinary
-        optimizer on ``parameters()`` steps along what this rank has of them.
-        """
-        if self._summed is None:
-            return
-        name, before = self._summed.name, self._summed_version
-        self._summed_version = self.weights(name)._version
-        if before in (-1, self._summed_version):
-            return
-        self._summed = None
-        if self.rank == self.ranks.unit == 0:
-            warnings.warn(
-                format_error(
-                    f"parameters of {type(self).__name__} have changed since it was called, and nobody sums their gradients",
-                    why=f"that of {name!r} is the sum of what several ranks compute, and no optimizer was made by "
-                    "build_optimizer",
-                    hint="optimizer = shardwright.build_optimizer(model, torch.optim.AdamW, lr=...) in the place of your own",
-                ),
-                stacklevel=4,
-            )
-
-    def _compare_inputs(self, tensors: Mapping[str, Tensor]) -> None:
-        found = differing(tensors, self._unit)
-        if found is not None:
-            name, alike = found
-            raise InputError(
-                f"{type(self).__name__}.forward: argument {name!r} is not the same on all ranks of a unit",
-                why="these ranks agree with each other: " + "; ".join(", ".join(map(str, ranks)) for ranks in alike),
-                hint=f"give the {self.mesh.size} ranks of a unit the same batch: shard the data over "
-                f"{self.ranks.num_units} unit(s), by rank // {self.mesh.size}",
-            )
 
     def require(self, holds: bool, condition: str) -> None:
         """Check a relation between dynamic sizes that the traced control flow took for granted.
@@ -430,10 +367,6 @@ class ParallelModule(CompiledModule):
                 assert isinstance(parameter, nn.Parameter)
                 yield declaration, parameter
 
-    def all_declarations(self) -> tuple[Declaration, ...]:
-        """The tensors of the whole model, those of other pipeline stages too, in the original order."""
-        return self.declarations
-
     def ranks_of(self, declaration: Declaration) -> RankMesh:
         """The mesh that the layout of a tensor refers to, and where on it this rank is."""
         return self._stored_over_units if ZERO in declaration.layout.cut_axes else self.ranks
@@ -450,69 +383,22 @@ class ParallelModule(CompiledModule):
         return counts_here(declaration.layout, self.ranks_of(declaration))
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What a state dict of this rank holds besides tensors, as JSON values: layouts, coordinates, random numbers.
-
-        ``places``: the mesh and the rank on it of tensors that lie on another mesh than the unit's, in a pipeline.
-        ``parameters``: those of the whole model, in the original order.
-        """
-        saved = [declaration for declaration in self._declarations.values() if declaration.is_initial_weight]
-        staged = [(d, *self._place_of(d)) for d in saved if self.ranks_of(d) is not self.ranks]
-        return {
-            "mesh": [list(axis) for axis in self.mesh.axes],
-            "rank": self.rank,
-            "unit": self.ranks.unit,
-            "layouts": {name: str(declaration.layout) for declaration in saved for name in declaration.names},
-            "places": {
-                name: [[list(axis) for axis in mesh.axes], mesh.rank(coords)]
-                for declaration, mesh, coords in staged
-                for name in declaration.names
-            },
-            "parameters": [d.name for d in self.all_declarations() if d.kind == "parameter"],
-            "rng": self.rng.to_json(),
-        }
+        """See :func:`shardwright.runtime.extra_state.extra_state`."""
+        return extra_state(self)
 
     def set_extra_state(self, state: Any) -> None:
         """Check that a state dict is one of this rank under this plan, and take over its random numbers.
 
         Raises :class:`CheckpointError` if it is not.
         """
-        mine = self.get_extra_state()
-        hint = "load it where it was saved, or merge the state dicts of all ranks and load the merged one"
-        for part, title in (("mesh", "mesh"), ("rank", "plan rank")):
-            if state[part] != mine[part]:
-                raise CheckpointError(
-                    f"the state dict of {type(self).__name__} is of another {title}",
-                    why=f"it was saved with {title} {state[part]}, here it is {mine[part]}",
-                    hint=hint,
-                )
-        for name in sorted(state["places"].keys() & mine["places"].keys()):
-            if state["places"][name] != mine["places"][name]:
-                raise CheckpointError(
-                    f"the state dict of {type(self).__name__} holds another piece of {name!r}",
-                    why=f"it was saved at place {state['places'][name]} (mesh, rank on it), here is {mine['places'][name]}",
-                    hint=hint,
-                )
-        for name in sorted(state["layouts"].keys() & mine["layouts"].keys()):
-            if state["layouts"][name] != mine["layouts"][name]:
-                raise CheckpointError(
-                    f"the state dict of {type(self).__name__} holds {name!r} in another layout",
-                    why=f"it was saved as {state['layouts'][name]}, here it is {mine['layouts'][name]}",
-                    hint=hint,
-                )
+        check_extra_state(self, state)
         self.rng.load_json(state["rng"])
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *rest: Any) -> None:
         """Also accept a state dict of the original module where every rank holds whole tensors."""
         key = f"{prefix}_extra_state"
         if key not in state_dict:
-            saved = (d for d in self._declarations.values() if d.is_initial_weight)
-            cut = next((d for d in saved if d.layout.local_shape(*self._place_of(d)) != d.layout.shape), None)
-            if cut is not None:
-                raise CheckpointError(
-                    f"the state dict has no layouts for {type(self).__name__}",
-                    why=f"{key!r} is missing, and this rank holds a piece of {cut.name!r}: {cut.layout}",
-                    hint="load the state dict that this rank saved, or a merged one with load_merged_state_dicts",
-                )
+            check_holds_wholes(self, key)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
         missing_keys = rest[0]
         if key in missing_keys:

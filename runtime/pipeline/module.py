@@ -45,22 +45,21 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from shardwright.runtime.checksum import checksum
+from shardwright.runtime.call_checks import check_requires_grad
 from shardwright.runtime.communicator import Communicator
 from shardwright.runtime.declarations import Declaration
 from shardwright.runtime.end2end import (
     ScaleFunction,
-    arguments_of,
     check_dummies,
     check_samples,
     checked_loss,
     reducer_of,
     scaled,
 )
-from shardwright.runtime.errors import CheckpointError, InputError, UsageError
+from shardwright.runtime.errors import UsageError
+from shardwright.runtime.extra_state import check_stages
 from shardwright.runtime.gradnorm import counts_here
 from shardwright.runtime.groups import UNITS, AxisGroup, RankMesh
-from shardwright.runtime.inputs import InputTable
 from shardwright.runtime.layout import ZERO, Mesh
 from shardwright.runtime.manifest import Manifest
 from shardwright.runtime.messages import STAGES, Messages
@@ -68,10 +67,10 @@ from shardwright.runtime.module import ParallelModule, generated_directory
 from shardwright.runtime.pipeline.body import Body, Sizes
 from shardwright.runtime.pipeline.copies import Copies
 from shardwright.runtime.pipeline.executor import Executor, InFlight, Leaves, Step
+from shardwright.runtime.pipeline.samples import SampleTable
 from shardwright.runtime.pipeline.segment import Segment, Stage
 from shardwright.runtime.pipeline.transfers import Exchange
 from shardwright.runtime.schedule import ActionKind, ScheduleAction, parse_actions
-from shardwright.runtime.structure import flatten
 from shardwright.runtime.world import World
 
 
@@ -114,6 +113,7 @@ class PipelineModule(ParallelModule):
     _bodies: tuple[Body, ...]
     _body: Body
     _sizes: Sequence[Sizes]
+    _sample_table: SampleTable
     _copies: Copies
     _has_stale_copies: bool = False
     _messages: Messages
@@ -133,6 +133,7 @@ class PipelineModule(ParallelModule):
         self._bodies = tuple(self._made_body(ending) for ending in ("", "_eval")[: 1 + (self.segments_eval is not None)])
         self._body = self._bodies[0]
         self._sizes = []
+        self._sample_table = SampleTable(type(self).__name__, self.inputs, self.arguments, self.sizes)
         self._connect()
 
     def _made_body(self, ending: str) -> Body:
@@ -233,7 +234,7 @@ class PipelineModule(ParallelModule):
         self._choose_body()
         loss_path = self._checked_loss_path()
         leaves = self._read(samples, "train_step")
-        self._check_requires_grad()
+        check_requires_grad(self, self._parameters_declared)
         reducer = reducer_of(self)
         reducer.clear()
         step = Step(leaves, dummies, loss_path, lambda loss: scaled(owner, loss, scale_fn), reducer)
@@ -302,57 +303,12 @@ class PipelineModule(ParallelModule):
     def _read(self, samples: Sequence[Any], method: str) -> list[Leaves]:
         """The tensors of each sample that this rank was given, checked. It must be given those that its stages read."""
         needed = {path for segment in self._body.segments.values() for path in segment.reads}
-        given = [{} if sample is None else arguments_of(sample, self.arguments, self.inputs) for sample in samples]
-        checked = []
-        for arguments in given:
-            present = flatten(arguments)
-            table = {path: expected for path, expected in self.inputs.items() if path in needed or path in present}
-            checked.append(InputTable(type(self).__name__, table, method).check(arguments, {}))
+        checked = self._sample_table.check(samples, needed, method)
         if not self._inputs_compared:
             self._inputs_compared = True
-            self._compare_samples(checked, method)
-        self._sizes = self._agreed_sizes(checked, method)
+            self._sample_table.compare(checked, self.ranks, method)
+        self._sizes = self._sample_table.agreed_sizes(checked, self._unit, self.device, method)
         return [{path: x.to(self.device) for path, x in tensors.items() if path in needed} for tensors in checked]
-
-    def _compare_samples(self, samples: Sequence[Leaves], method: str) -> None:
-        """Refuse samples of which ranks of a unit were given different versions. Collective."""
-        sums = [{path: int(checksum(x)) for path, x in tensors.items()} for tensors in samples]
-        everyone = self.ranks.world.all_gather_object(sums)
-        units = [range(first, first + self.mesh.size) for first in range(0, len(everyone), self.mesh.size)]
-        for unit, microbatch, path in itertools.product(units, range(len(samples)), self.inputs):
-            alike: dict[int, list[int]] = {}
-            for rank in unit:
-                if path in everyone[rank][microbatch]:
-                    alike.setdefault(everyone[rank][microbatch][path], []).append(rank)
-            if len(alike) > 1:
-                raise InputError(
-                    f"{type(self).__name__}.{method}: {path!r} of sample {microbatch} differs between the ranks of a unit",
-                    why="these ranks agree with each other: " + "; ".join(", ".join(map(str, r)) for r in alike.values()),
-                    hint=f"give the {self.mesh.size} ranks of a unit the same samples: shard the data over "
-                    f"{self.ranks.num_units} unit(s), by rank // {self.mesh.size}",
-                )
-
-    def _agreed_sizes(self, samples: Sequence[Leaves], method: str) -> list[Sizes]:
-        """The sizes of each sample, as ranks know them that were given it. Collective where sizes vary."""
-        if not self.sizes:
-            return [()] * len(samples)
-        mine = torch.full((len(samples), len(self.sizes)), UNKNOWN, device=self.device)
-        for number, tensors in enumerate(samples):
-            for path, x in tensors.items():
-                for size, expected in zip(x.shape, self._input_table.leaves[path].shape, strict=True):
-                    if isinstance(expected, str):
-                        mine[number, self.sizes.index(expected)] = size
-        everyone = torch.stack(self._unit.all_gather(mine)) if self.mesh.size > 1 else mine[None]
-        agreed = everyone.amax(0)
-        differs = ((everyone != agreed) & (everyone != UNKNOWN)).nonzero().tolist()
-        for rank, number, index in differs[:1]:
-            other = int(everyone[:, number, index].argmax())
-            raise InputError(
-                f"{type(self).__name__}.{method}: {self.sizes[index]} of sample {number} differs between the ranks of a unit",
-                why=f"it is {everyone[rank, number, index]} on rank {rank} and {agreed[number, index]} on rank {other}",
-                hint=f"give the {self.mesh.size} ranks of a unit the same samples",
-            )
-        return [tuple(sizes) for sizes in agreed.tolist()]
 
     def _delivered(self, made: Sequence[Leaves]) -> list[Leaves]:
         """All outputs on all ranks of the unit, from the first rank of the stage that makes each, taken out of ``made``."""
@@ -377,7 +333,7 @@ class PipelineModule(ParallelModule):
     # For the reducer, optimizers and checkpoints
 
     def all_declarations(self) -> tuple[Declaration, ...]:
-        """See :meth:`ParallelModule.all_declarations`; those of other stages are known from the manifest."""
+        """See :meth:`CompiledModule.all_declarations`; those of other stages are known from the manifest."""
         return self._of_all_stages
 
     def ranks_of(self, declaration: Declaration) -> RankMesh:
@@ -441,13 +397,7 @@ class PipelineModule(ParallelModule):
 
     def set_extra_state(self, state: Any) -> None:
         """See :meth:`ParallelModule.set_extra_state`."""
-        mine = self.get_extra_state()["stages"]
-        if state.get("stages") != mine:
-            raise CheckpointError(
-                f"the state dict of {type(self).__name__} is of other pipeline stages",
-                why=f"it was saved with stages (mesh, ranks) {state.get('stages')}, here they are {mine}",
-                hint="load it where it was saved, or merge the state dicts of all ranks and load the merged one",
-            )
+        check_stages(self, state.get("stages"), self.get_extra_state()["stages"])
         super().set_extra_state(state)
 
     def extra_repr(self) -> str:
@@ -457,10 +407,6 @@ class PipelineModule(ParallelModule):
             f"stage {own} of {len(self.stages)}; {self.schedule}, {self.num_microbatches} microbatches; "
             f"rank {self.rank}; unit {self.ranks.unit} of {self.ranks.num_units}"
         )
-
-
-UNKNOWN = -1
-"""The size of a sample on a rank that was not given it."""
 
 
 class _Result(dict[str, Tensor]):

@@ -5,6 +5,9 @@ in the order of the ranks, so they are exact, repeatable and identical on all ra
 here: a rank that raises, a rank that ends while others wait for it, ranks that wait for each other in different collectives,
 and members of a group that call different collectives or the same one with different shapes.
 
+What a rank holds does not depend on how fast the others are: a collective lets go of what members gave as soon as all have
+joined it, and what is on its way belongs to no rank, so dispatch modes of theirs do not see it (:func:`_on_its_way`).
+
 CPU only: autograd runs a CPU backward in the thread that called it, so collectives in a backward meet like those in a
 forward; a CUDA device has one backward thread for all ranks.
 """
@@ -14,12 +17,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwright.runtime.communicator import ReduceOp, Transport, Work
 from shardwright.runtime.errors import DistributedError
@@ -29,7 +33,7 @@ from shardwright.runtime.world import World, use_world
 Result = TypeVar("Result")
 
 Combine = Callable[[list[Any]], Any]
-"""Makes what a collective yields from what the members gave, by index."""
+"""Makes what a collective yields from what the members gave, by index; it keeps none of that."""
 
 
 class _RankAbortedError(Exception):
@@ -43,7 +47,7 @@ class _Meeting:
     what: str  # the collective, its group and its shapes: must be the same on all members
     ranks: tuple[int, ...]
     combine: Combine
-    given: dict[int, Any] = field(default_factory=dict)  # by index
+    given: dict[int, Any] = field(default_factory=dict)  # by index; no tensors any more once it is done
     outcome: Any = None
     done: bool = False
     num_left: int = 0
@@ -89,7 +93,9 @@ class Hub:
                 )
             meeting.given[index] = given
             if len(meeting.given) == len(ranks):
-                meeting.outcome = combine([meeting.given[i] for i in range(len(ranks))])
+                with _on_its_way():
+                    meeting.outcome = combine([meeting.given[i] for i in range(len(ranks))])
+                meeting.given = dict.fromkeys(meeting.given)
                 meeting.done, meeting.num_left = True, len(ranks)
                 self._changed.notify_all()
             return meeting
@@ -104,7 +110,9 @@ class Hub:
             return meeting.outcome
 
     def post(self, address: Hashable, x: Tensor) -> None:
-        """Put a tensor into a mailbox, behind those that are there."""
+        """Put a copy of a tensor into a mailbox, behind those that are there."""
+        with _on_its_way():
+            x = x.clone()
         with self._changed:
             self._mail.setdefault(address, deque()).append(x)
             self._changed.notify_all()
@@ -165,6 +173,13 @@ class Hub:
         return "; ".join(_waits(rank, waiting) for rank, waiting in sorted(self._waiting.items()) if not waiting.ready())
 
 
+def _on_its_way() -> AbstractContextManager[object]:
+    """Where a copy is made that lies between the ranks, in the thread of whichever comes last: a dispatch mode of that rank
+    (one that counts the bytes alive, say) must not take it for its own.
+    """
+    return _disable_current_modes()
+
+
 def _waits(rank: int, waiting: _Waiting) -> str:
     return f"rank {rank} waits in {waiting.what} {_ranks(sorted(waiting.missing()))}"
 
@@ -197,7 +212,8 @@ class ThreadTransport:
         return _ThreadWork(self._hub, meeting, self._index, number, result)
 
     def reduce_scatter(self, x: Tensor, result: Tensor) -> None:
-        result.copy_(self._meet(f"reduce_scatter({_describe(x)})", x, lambda given: _reduce(given, "sum"))[self._index])
+        rows = self._meet(f"reduce_scatter({_describe(x)})", x, lambda given: _reduce(given, "sum").unbind())
+        result.copy_(rows[self._index])
 
     def start_reduce_scatter_(self, x: Tensor, sizes: list[int]) -> Work:
         what = f"reduce_scatter({_describe(x)} as {sizes})"
@@ -211,9 +227,8 @@ class ThreadTransport:
         return _ThreadWork(self._hub, meeting, self._index, number, x)
 
     def all_to_all(self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]) -> None:
-        # Read after the sender has gone on: the communicator made x for this call and does not touch it again.
         assert x.is_contiguous() and result.is_contiguous(), "NCCL sends contiguous tensors only"
-        table = self._meet(f"all_to_all({x.dtype})", torch.split(x, send_sizes), list)
+        table = self._meet(f"all_to_all({x.dtype})", torch.split(x, send_sizes), _copied)
         for size, target, row in zip(receive_sizes, torch.split(result, receive_sizes), table, strict=True):
             chunk = row[self._index]
             assert chunk.numel() == size, f"{chunk.numel()} elements came in where {size} were expected"
@@ -223,7 +238,7 @@ class ThreadTransport:
         x.copy_(self._meet(f"broadcast({_describe(x)}, from index {src_index})", x, lambda given: given[src_index].clone()))
 
     def send(self, x: Tensor, dst_index: int) -> None:
-        self._hub.post((self._ranks, self._index, dst_index), x.clone())
+        self._hub.post((self._ranks, self._index, dst_index), x)
 
     def receive_(self, x: Tensor, src_index: int) -> None:
         rank, src = self._ranks[self._index], self._ranks[src_index]
@@ -267,7 +282,7 @@ class ThreadMessages:
         self._rank = rank
 
     def start_send(self, x: Tensor, dst: int, number: int, what: str) -> Sending:
-        self._hub.post((self._rank, dst, number), x.clone())
+        self._hub.post((self._rank, dst, number), x)
         return _Posted()
 
     def start_receive_(self, x: Tensor, src: int, number: int, what: str) -> Work:
@@ -318,6 +333,10 @@ def _reduce(given: list[Tensor], op: ReduceOp) -> Tensor:
         else:
             result = torch.maximum(result, x) if op == "max" else torch.minimum(result, x)
     return result
+
+
+def _copied(given: list[Sequence[Tensor]]) -> list[list[Tensor]]:
+    return [[chunk.clone() for chunk in row] for row in given]
 
 
 _NOT_SENT = (torch.int16, torch.uint16, torch.uint32, torch.uint64)

@@ -5,7 +5,9 @@ import threading
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
+from shardwright.compiler.cost.live_bytes import LiveBytes
 from shardwright.runtime.errors import DistributedError
 from shardwright.runtime.groups import RankMesh
 from shardwright.runtime.layout import Mesh
@@ -151,6 +153,60 @@ def test_async_all_reduce_meets_later():
         return x.item(), y.item()
 
     assert run_ranks(4, on_rank) == [(2.0, 21.0), (3.0, 21.0), (2.0, 25.0), (3.0, 25.0)]
+
+
+ASYNC = {
+    "all_reduce": lambda c, x: c.all_reduce_async(x),
+    "all_gather": lambda c, x: c.all_gather_async_(x, [3, 3]),
+    "reduce_scatter": lambda c, x: c.reduce_scatter_async_(x, [3, 3]),
+}
+BLOCKING = {
+    "all_reduce": lambda c, x: c.all_reduce(x),
+    "all_gather": lambda c, x: c.all_gather_cat(x),
+    "reduce_scatter": lambda c, x: c.reduce_scatter(x),
+    "all_to_all": lambda c, x: c.all_to_all([x[:3], x[3:]], [(3,), (3,)]),
+    "broadcast": lambda c, x: c.broadcast(x, 1),
+    "messages": lambda c, x: c.send(x, 0) if c.index else c.receive((6,), torch.float32, 1),
+}
+
+
+@pytest.mark.parametrize("last", [0, 1])
+@pytest.mark.parametrize("name", list(ASYNC))
+def test_a_rank_that_waited_holds_nothing_more_though_another_is_late(name, last):
+    joined, through = threading.Event(), threading.Event()
+
+    def on_rank(rank):
+        with LiveBytes() as live:
+            x = torch.ones(6)
+            if rank == last:
+                joined.wait()
+            work = ASYNC[name](everyone(), x)
+            joined.set()
+            assert live.now == live.peak == x.nbytes
+            if rank == last:
+                through.wait()
+            work.wait()
+            del x, work
+            through.set()
+            return live.now, live.peak
+
+    assert run_ranks(2, on_rank) == [(0, 24)] * 2
+
+
+@pytest.mark.parametrize("name", list(BLOCKING))
+def test_the_bytes_that_live_on_a_rank_are_its_own(name):
+    def on_rank(rank):
+        with LiveBytes() as live:
+            x = torch.ones(6)
+            for _ in range(20):
+                results = BLOCKING[name](everyone(), x)
+                storages = {
+                    t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tree_leaves(results) if t is not None
+                }
+                assert live.now == x.nbytes + sum(storages.values())
+                del results
+
+    run_ranks(2, on_rank)
 
 
 def test_ranks_run_in_the_callers_grad_mode():

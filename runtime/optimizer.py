@@ -8,9 +8,8 @@ class is replaced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,22 +18,17 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import ConfigError, UsageError
+from shardwright.runtime.errors import UsageError
 from shardwright.runtime.gradients import TrainedModel
 from shardwright.runtime.gradnorm import global_norm, norm_dtype, unscale
 from shardwright.runtime.reducer import Reducer, ReducerHook
+from shardwright.runtime.user_optimizer import ELEMENTWISE, check_kind, kind_of, params_of, updated_names
 from shardwright.runtime.zero.build import shards_of
 from shardwright.runtime.zero.exchange import WholeParameters, whole_parameters
 from shardwright.runtime.zero.gathering import ParameterGathering
 from shardwright.runtime.zero.shards import ParameterShard
 from shardwright.runtime.zero.state import load_masters, with_masters, without_masters
 from shardwright.runtime.zero.wholes import WHOLE, WholeParameter
-
-ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
-    getattr(torch.optim, name)
-    for name in ("SGD", "ASGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop")
-)
-"""Optimizers whose update of an element depends on that element's gradients only, so that they work on any shard."""
 
 
 class ParallelOptimizer(Optimizer):
@@ -281,9 +275,9 @@ def build_optimizer(
     parameters = dict(module.named_parameters())
     if model.settings.makes_shards:
         _check_no_gradients(model, parameters)
-    kind, updated, optimizer = _kind_of(optimizer_fn, parameters, param_groups, kwargs)
+    kind, updated, optimizer = kind_of(optimizer_fn, parameters, param_groups, kwargs)
     is_elementwise = elementwise or kind in ELEMENTWISE
-    _check_kind(kind, model, is_elementwise)
+    check_kind(kind, model, is_elementwise)
     cut = [] if is_elementwise else [item for item in model.cut if item.name in updated]
     owns_wholes = not is_elementwise if model.settings.makes_shards else None
     reducer = model.make_reducer(owns_wholes, exchanged={item.name for item in cut})
@@ -296,9 +290,9 @@ def build_optimizer(
     }
     exchange.take_values()
     if optimizer is None or shards or exchange.members:
-        optimizer = optimizer_fn(_parameters(parameters, tensors, param_groups), **kwargs)
+        optimizer = optimizer_fn(params_of(parameters, tensors, param_groups), **kwargs)
     exchange.release()
-    names = _names(optimizer, tensors)
+    names = updated_names(optimizer, tensors)
     user_class = type(optimizer)
     name = f"Parallel{user_class.__name__}"
     optimizer.__class__ = type(name, (ParallelOptimizer, user_class), {"__doc__": user_class.__doc__})
@@ -332,85 +326,3 @@ def _check_no_gradients(model: TrainedModel, parameters: Mapping[str, nn.Paramet
 
 def _gathering_of(module: nn.Module, reducer: Reducer, model: TrainedModel) -> ParameterGathering:
     return ParameterGathering(module, reducer.buckets, overlaps=model.settings.overlaps_parameters)
-
-
-def _parameters(
-    parameters: Mapping[str, nn.Parameter],
-    tensors: Mapping[str, nn.Parameter],
-    param_groups: Callable[[str, nn.Parameter], Mapping[str, Any]] | None,
-) -> list[nn.Parameter] | list[dict[str, Any]]:
-    """What the optimizer is made of: all tensors in order, or groups in the order of their first parameters.
-
-    ``tensors``: by the name of the parameter, what the optimizer sees of it.
-    """
-    if param_groups is None or not parameters:
-        # A rank of a pipeline may hold no parameters at all; optimizers refuse an empty list, not an empty group.
-        return [tensors[name] for name in parameters] or [{"params": []}]
-    groups: list[dict[str, Any]] = []
-    for name, parameter in parameters.items():
-        options = dict(param_groups(name, parameter))
-        for group in groups:
-            if {key: value for key, value in group.items() if key != "params"} == options:
-                group["params"].append(tensors[name])
-                break
-        else:
-            groups.append({"params": [tensors[name]], **options})
-    return groups
-
-
-def _names(optimizer: Any, tensors: Mapping[str, nn.Parameter]) -> dict[int, str]:
-    """By identity of the tensors that the optimizer updates, the names of their parameters."""
-    own = {id(tensor): name for name, tensor in tensors.items()}
-    updated = [tensor for group in _checked(optimizer).param_groups for tensor in group["params"]]
-    foreign = [tensor for tensor in updated if id(tensor) not in own]
-    if foreign:
-        raise ConfigError(
-            "the optimizer updates parameters that the module does not have",
-            why=f"{len(foreign)} of them, the first of shape {list(foreign[0].shape)}",
-            hint="make it of the parameters that optimizer_fn is called with",
-        )
-    return {id(tensor): own[id(tensor)] for tensor in updated}
-
-
-def _checked(optimizer: Any) -> Optimizer:
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            "optimizer_fn did not return an optimizer",
-            why=f"it returned a {type(optimizer).__name__}",
-            hint="pass a torch.optim class, or a function that takes parameters and returns one of its objects",
-        )
-    return optimizer
-
-
-def _kind_of(
-    optimizer_fn: Callable[..., Optimizer],
-    parameters: Mapping[str, nn.Parameter],
-    param_groups: Callable[[str, nn.Parameter], Mapping[str, Any]] | None,
-    options: Mapping[str, Any],
-) -> tuple[type[Optimizer], Collection[str], Optimizer | None]:
-    """The class of the optimizer, and the names of what it updates. A function must be called to know: then also its result."""
-    called: Any = optimizer_fn.func if isinstance(optimizer_fn, partial) else optimizer_fn
-    if isinstance(called, type) and issubclass(called, Optimizer):
-        return called, parameters.keys(), None
-    made = _checked(optimizer_fn(_parameters(parameters, parameters, param_groups), **options))
-    return type(made), set(_names(made, parameters).values()), made
-
-
-def _check_kind(kind: type[Optimizer], model: TrainedModel, is_elementwise: bool) -> None:
-    """Refuse optimizers for which it matters that ranks update different parts of the model. On all ranks alike."""
-    if is_elementwise or not issubclass(kind, torch.optim.LBFGS):
-        return
-    why = "its update of a parameter depends on the gradients of all others"
-    if model.settings.stage:
-        raise ConfigError(
-            f"{kind.__name__} cannot be split over ranks by ZeRO",
-            why=why,
-            hint="leave out use_zero, or use an optimizer that treats each parameter by itself",
-        )
-    elsewhere = model.part_elsewhere()
-    if elsewhere is not None:
-        raise ConfigError(
-            f"{kind.__name__} cannot train a model of which ranks have different parts",
-            why=f"{why}, and {elsewhere}",
-            hint="plan with dp, or use an optimizer that treats each parameter by itself",
-        )

@@ -1,5 +1,5 @@
-"""The commands: ``compile``, ``verify``, ``inspect``, ``accept``, and those of :mod:`shardwright.compiler.cli_plans`,
-:mod:`shardwright.compiler.calibrate.command` and :mod:`shardwright.runtime.cli`.
+"""The commands: ``compile``, ``verify``, ``inspect``, ``accept``, and those of :mod:`shardwright.compiler.cli_search`,
+:mod:`shardwright.compiler.cli_plans`, :mod:`shardwright.compiler.calibrate.command` and :mod:`shardwright.runtime.cli`.
 
 Exit codes: 0 done; 1 an error, printed in words (``--debug``: with its traceback), or a plan that ``verify`` finds to differ
 from one device; 2 a command line that does not parse.
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 import shardwright
-from shardwright.compiler import cli_plans
+from shardwright.compiler import cli_plans, cli_search
 from shardwright.compiler.cache import generated_directory, read_plan
 from shardwright.compiler.calibrate import command as calibrate_command
 from shardwright.compiler.cli_request import add_model, make_console, read_dtype, read_plan_request
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     versions = f"shardwright {shardwright.__version__} (torch {torch.__version__})"
     parser.add_argument("--version", action="version", version=versions)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    others = {**cli_plans.COMMANDS, **calibrate_command.COMMANDS, **runtime_cli.COMMANDS}
+    others = {**cli_search.COMMANDS, **cli_plans.COMMANDS, **calibrate_command.COMMANDS, **runtime_cli.COMMANDS}
     for name, (add_arguments, run, text) in {**_COMMANDS, **others}.items():
         command = commands.add_parser(
             name,

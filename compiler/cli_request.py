@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -55,6 +56,16 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
         dest="settings",
         help="a field of ComputeConfig; values are JSON; pas_config.KEY=VALUE for an option of the policy; repeatable",
     )
+
+
+def add_machine(parser: argparse.ArgumentParser, *, html: bool = True) -> None:
+    """Arguments for the machine that a plan is for, and for where a page goes."""
+    parser.add_argument("--dtype", help="as if the module had been cast to this dtype: bfloat16, ...")
+    parser.add_argument(
+        "--hardware", default="a100-80gb", metavar="NAME|FILE", help="a preset or a hardware file (default: %(default)s)"
+    )
+    if html:
+        parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")
 
 
 def read_plan_request(options: argparse.Namespace) -> tuple[Policy, ComputeConfig]:

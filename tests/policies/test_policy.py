@@ -6,9 +6,10 @@ from typing import Literal
 
 import pytest
 
+from shardwright.policies.original_names import ORIGINAL_OPTION_NAMES
 from shardwright.policies.policy import NoOptions, Policy, read_options
 from shardwright.policies.registry import find_policy
-from shardwright.runtime.config import ORIGINAL_OPTION_NAMES, ComputeConfig
+from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
 
 

@@ -1,4 +1,4 @@
-"""The commands about plans: ``plan`` finds one, writes it and shows it."""
+"""The commands that search for plans: ``plan`` finds one, writes it and shows it; ``explain`` says why."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import zoo
 
 from shardwright.compiler.cli import main
-from shardwright.compiler.cli_plans import candidate_table
+from shardwright.compiler.cli_search import candidate_table
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.found import Candidate, Found
 from shardwright.policies.autodist.space import Placed

@@ -1,0 +1,262 @@
+"""The commands that search for a plan: ``plan`` and ``explain``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from rich.table import Table
+
+from shardwright.compiler.cli_request import (
+    add_machine,
+    add_model_target,
+    add_ranks,
+    make_console,
+    read_dtype,
+    read_plan_request,
+)
+from shardwright.compiler.cli_targets import load_model
+from shardwright.compiler.plan.named import split_dim_names
+from shardwright.compiler.report.page import Section, page
+from shardwright.compiler.report.pictures import amount
+from shardwright.compiler.report.plan_tables import new_table
+from shardwright.compiler.search import PlanSearch
+from shardwright.policies.autodist.explain import (
+    Choice,
+    Request,
+    against,
+    cheapest,
+    explain_module,
+    explain_operator,
+    levers,
+    side_by_side,
+)
+from shardwright.policies.autodist.found import Found
+from shardwright.policies.autodist.policy import save
+from shardwright.runtime.errors import ConfigError
+from shardwright.runtime.swap import write_file
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    add_model_target(parser)
+    add_ranks(parser)
+    add_machine(parser)
+    _add_batch(parser)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan, for policy 'saved'")
+    parser.set_defaults(policy="autodist")
+
+
+def _add_batch(parser: argparse.ArgumentParser) -> None:
+    """The samples of a step."""
+    parser.add_argument(
+        "--global-batch", type=int, metavar="N", help="samples of a step; the size of a microbatch is searched, too"
+    )
+    parser.add_argument("--microbatch", metavar="N,...", help="sizes to choose from (default: 1,2,4,8,16, as far as they fit)")
+    parser.add_argument(
+        "--batch-dims", metavar="INPUT=DIM,...", help="the dim of an input that counts samples, where it cannot be told"
+    )
+
+
+def _asked(options: argparse.Namespace) -> PlanSearch:
+    """What a search is asked for on a command line."""
+    source, dummy_args = load_model(options.target, options.args)
+    _, config = read_plan_request(options)
+    given: dict[str, object] = {**config.pas_config, "hardware": options.hardware}
+    if options.global_batch is not None:
+        given["global_batch"] = options.global_batch
+    if options.microbatch is not None:
+        given["microbatch"] = read_sizes_listed(options.microbatch)
+    if options.batch_dims is not None:
+        given["batch_dims"] = read_batch_dims(options.batch_dims)
+    config = replace(config, pas_config=given)
+    return PlanSearch.of(source.make(), dummy_args, config, module_dtype=read_dtype(options.dtype))
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    add_model_target(parser)
+    add_ranks(parser)
+    add_machine(parser, html=False)
+    _add_batch(parser)
+    parser.add_argument("--op", metavar="NAME", help="the runners-up of an operator")
+    parser.add_argument("--module", metavar="PATH", help="what a module would cost split otherwise")
+    parser.add_argument("--against", metavar="AXIS=N,...", help="compare with the best plan on another mesh: tp=8; pp=2,tp=4")
+    parser.add_argument("--most", type=int, default=10, metavar="N", help="rows to show (default: %(default)s)")
+    parser.set_defaults(policy="autodist")
+
+
+def _explain(options: argparse.Namespace) -> int:
+    asked = _asked(options)
+    found = asked.run()
+    console = make_console()
+    searched = asked.settled(found)
+    plan, variant = searched.plan, searched.variant
+    assert found.best is not None and found.best.cost is not None
+    request = Request(variant.graph, variant.config, asked.options_for(variant), asked.hardware, found.best)
+    console.print(f"{found.best.title}: {plan.certificate}", soft_wrap=True)
+    told = False
+    if options.op is not None:
+        console.print(choice_table(f"Operator {options.op}", cheapest(explain_operator(request, options.op), options.most)))
+        told = True
+    if options.module is not None:
+        console.print(choice_table(f"Module {options.module}", cheapest(explain_module(request, options.module), options.most)))
+        told = True
+    if options.against is not None:
+        other = against(request, read_sizes(options.against))
+        table = new_table("Seconds of a step, on the rank that has most", "", found.best.title, other.title)
+        for name, left, right in side_by_side(found.best, other):
+            table.add_row(name, amount(left, "s"), amount(right, "s"))
+        assert other.cost is not None
+        table.add_row("peak memory", amount(found.best.cost.peak_bytes, "B"), amount(other.cost.peak_bytes, "B"))
+        console.print(table)
+        told = True
+    if not told:
+        console.print(str(found.best.cost), soft_wrap=True)
+        console.print(choice_table("What would help", levers(request)))
+    return 0
+
+
+def choice_table(title: str, choices: Iterable[Choice]) -> Table:
+    """Choices with the step they allow, relative to the plan's; ``*`` marks what the plan does."""
+    listed = list(choices)
+    base = next((choice.step_s for choice in listed if choice.chosen), None)
+    table = new_table(title, "", "choice", "step", "against the plan")
+    for choice in listed:
+        fits = choice.step_s < float("inf")
+        change = f"{choice.step_s / base - 1:+.1%}" if fits and base else ""
+        table.add_row("*" if choice.chosen else "", choice.name, amount(choice.step_s, "s") if fits else "nothing fits", change)
+    return table
+
+
+def read_sizes(text: str) -> dict[str, int]:
+    """``pp=2,tp=4`` as a mapping. Raises :class:`ConfigError` for anything else."""
+    sizes = {}
+    for part in text.split(","):
+        axis, _, size = part.strip().partition("=")
+        if not axis.isidentifier() or not size.isdecimal() or int(size) < 1:
+            raise ConfigError(f"{text!r} does not say the sizes of axes", hint="for example tp=8, or pp=2,tp=4")
+        sizes[axis] = int(size)
+    return sizes
+
+
+def read_sizes_listed(text: str) -> list[int]:
+    """``1,2,4`` as numbers. Raises :class:`ConfigError` for anything else."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"{text!r} does not list sizes of a microbatch", hint="for example 1,2,4")
+    return [int(part) for part in parts]
+
+
+def read_batch_dims(text: str) -> dict[str, int]:
+    """``input_ids=0,labels=0`` as a mapping. Raises :class:`ConfigError` for anything else."""
+    pairs = [part.strip().partition("=") for part in text.split(",")]
+    if not all(path and dim.isdecimal() for path, _, dim in pairs):
+        raise ConfigError(f"{text!r} does not say dims of inputs", hint="for example input_ids=0,labels=0")
+    return {path: int(dim) for path, _, dim in pairs}
+
+
+def _plan(options: argparse.Namespace) -> int:
+    asked = _asked(options)
+    found = asked.run()
+    console = make_console()
+    console.print(candidate_table(found))
+    searched = asked.settled(found)
+    plan, graph = searched.plan, searched.variant.graph
+    save(asked.options, plan)
+    assert plan.certificate is not None and found.best is not None and found.best.cost is not None
+    console.print(str(plan.certificate), soft_wrap=True)
+    if plan.batch is not None:
+        where = ", ".join(f"dim {dim} of {path}" for path, dim in plan.batch.dims.items())
+        console.print(f"a step of a unit: {plan.batch} samples ({where})", soft_wrap=True)
+    if plan.zero_stage is not None:
+        console.print(f"stage of ZeRO: {plan.zero_stage} (use_zero='auto' takes it from the plan)", soft_wrap=True)
+    if options.out is not None:
+        write_file(options.out, plan.dumps().encode())
+        console.print(f"plan: {options.out}", soft_wrap=True)
+    if options.html is not None:
+        named = replace(plan, dims=split_dim_names(graph, plan))
+        sections, facts = [candidate_section(found)], [("above the bound at most", f"{plan.certificate.gap:.2%}")]
+        facts += [("a step of a unit", f"{plan.batch} samples")] if plan.batch is not None else []
+        facts += [("stage of ZeRO", str(plan.zero_stage))] if plan.zero_stage is not None else []
+        limit_gb = asked.options.memory_limit_gb
+        text = page(
+            graph.name,
+            named,
+            found.best.cost,
+            asked.hardware,
+            num_units=asked.config.num_units,
+            memory_bytes=None if limit_gb is None else limit_gb * 1e9,
+            sections=sections,
+            facts=facts,
+        )
+        write_file(options.html, text.encode())
+        console.print(f"page: {options.html}", soft_wrap=True)
+    return 0
+
+
+MOST_SHOWN = 25
+"""Rows of a kind that a table on the terminal has: searches for several sizes and stages try hundreds of plans."""
+
+
+def candidate_table(found: Found, most: int = MOST_SHOWN) -> Table:
+    """What a search tried, best first: at most ``most`` candidates, and as many of what was refused."""
+    table = new_table("Plans", *CANDIDATE_COLUMNS)
+    rows = candidate_rows(found)
+    count = len(rows) - len(found.refused)
+    for part, what in ((rows[:count], "that take longer"), (rows[count:], "refused")):
+        for row in part[:most]:
+            table.add_row(*row)
+        if len(part) > most:
+            table.add_row(f"and {len(part) - most} more {what}", "", "", "", "all: in the certificate of --out, and on --html")
+    return table
+
+
+def candidate_section(found: Found) -> Section:
+    """The same on a page."""
+    ended = f" The search ended by {found.interrupted}." if found.interrupted else ""
+    text = f"{found.seconds:.1f} s.{ended} Predicted times are by the model of stages; audited ones of the program emitted."
+    return Section(title="What was tried", text=text, columns=CANDIDATE_COLUMNS, rows=candidate_rows(found))
+
+
+CANDIDATE_COLUMNS = ("plan", "step", "at least", "peak memory", "")
+
+
+def candidate_rows(found: Found) -> list[tuple[str, ...]]:
+    """A row for every candidate, and for what was refused."""
+    rows: list[tuple[str, ...]] = []
+    for candidate in found.tried:
+        step, least = amount(candidate.step_s, "s"), amount(candidate.bound_s, "s")
+        peak, how = ("", "predicted") if candidate.cost is None else (amount(candidate.cost.peak_bytes, "B"), "audited")
+        rows.append((candidate.title, step, least, peak, how))
+    return [*rows, *((title, "", "", "", reason) for title, reason in found.refused.items())]
+
+
+COMMANDS: Mapping[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]] = {
+    "plan": (
+        _add_plan,
+        _plan,
+        """Search for the best plan for a machine.
+
+    shardwright plan my_models:make_gpt --plan-ngpus 8 --hardware h100 --out plan.json --html plan.html
+    shardwright plan my_models:make_gpt --plan-ngpus 64 --set use_end2end=true --set pas_config.num_microbatches=32
+    shardwright compile my_models:make_gpt --policy saved --plan-ngpus 8 --set pas_config.load_plan=plan.json
+
+Needs no device. Prints what was tried with its time, the least time it could have, and its memory, and why the rest was
+refused.
+Options of the search are those of policy 'autodist': --set pas_config.KEY=VALUE.""",
+    ),
+    "explain": (
+        _add_explain,
+        _explain,
+        """Say why the best plan looks as it does.
+
+    shardwright explain my_models:make_gpt --plan-ngpus 8
+    shardwright explain my_models:make_gpt --plan-ngpus 8 --op lm_head --against tp=8
+    shardwright explain my_models:make_gpt --plan-ngpus 8 --module transformer.h.0.mlp
+
+Searches as 'plan' does, then searches again with one thing changed: more memory, faster links, an operator or a module split in
+another way, another mesh. Every figure is that of the best plan under the change.""",
+    ),
+}
+"""Name to what adds its arguments, what runs it, and its help."""

@@ -281,6 +281,8 @@ class _Fit:
     def match_operands(self) -> list[Term]:
         """One term per operand."""
         terms, operands = self.annotation.operands, self.op.operands
+        if not terms and len(operands) == 1:  # no term, or that of a scalar: they are written alike
+            terms = (Term((), (0, 1)),)
         if len(terms) == len(operands) and not self.by_parameter:
             return list(terms)
         if len(terms) < len(operands) and not self.by_parameter:

@@ -95,20 +95,31 @@ def whole_rule(op: IROp, *joint: tuple[str, ...]) -> OpRule:
 def linear_sets(op: IROp, *joint: tuple[str, ...]) -> tuple[frozenset[int], ...]:
     """The operand positions of each group of parameters in which the operator is jointly linear.
 
-    A group is left out if one of its parameters is a literal other than 0 (the call is then affine in the others), or if
-    it holds or gives truth values, which have no sum.
+    A group is left out if one of its parameters is a literal other than 0 (the call is then affine in the others), if
+    it holds or gives truth values, which have no sum, or if the results are rounded to integers. So it is where other
+    numbers are made of unsigned ones: the sum of partial ones may be right only because it wraps around.
     """
-    if any(result.dtype == torch.bool for result in op.results):
+    dtypes = {result.dtype for result in op.results}
+    if torch.bool in dtypes:
         return ()
     owners = [name.partition("[")[0] for name in op.operand_names]
     found = []
     for names in joint:
         literals = [leaf for name in names for leaf in leaves(op.arg(name, ())) if not isinstance(leaf, IRValue)]
         positions = frozenset(i for i, owner in enumerate(owners) if owner in names)
-        summable = all(op.operands[i].dtype != torch.bool for i in positions)
+        summable = all(_keeps_sums(op.operands[i].dtype, dtypes) for i in positions)
         if positions and summable and not any(_is_nonzero(literal) for literal in literals):
             found.append(positions)
     return tuple(found)
+
+
+def _keeps_sums(dtype: torch.dtype, results: Collection[torch.dtype]) -> bool:
+    """Whether sums of numbers of ``dtype`` are sums still once they have the dtypes of the results."""
+    if dtype == torch.bool:
+        return False
+    if dtype.is_floating_point or dtype.is_complex:
+        return all(result.is_floating_point or result.is_complex for result in results)
+    return dtype.is_signed or all(result == dtype for result in results)
 
 
 def _is_nonzero(literal: object) -> bool:

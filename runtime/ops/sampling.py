@@ -142,7 +142,12 @@ def normal(
     """``torch.normal``: of tensors and numbers, broadcast, or of two numbers and a ``size``."""
     like = mean if isinstance(mean, Tensor) else std
     if isinstance(like, Tensor):
-        return mean + std * Draw.of(rng, draw, layout, sizes).normal(like.device, like.dtype)
+        drawn = Draw.of(rng, draw, layout, sizes).normal(like.device, like.dtype)
+        # PyTorch does not differentiate the draw: the gradients of mean and std are zeros.
+        never = torch.zeros((), dtype=torch.bool, device=like.device)
+        with torch.no_grad():
+            sample = mean + std * drawn
+        return torch.where(never, mean + std, sample)
     return mean + std * Draw.of(rng, draw, layout, sizes).normal(_device(device), dtype or torch.get_default_dtype())
 
 

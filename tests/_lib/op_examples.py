@@ -25,6 +25,10 @@ def _rand(*shape: int) -> torch.Tensor:
     return torch.rand(*shape, dtype=torch.float64, generator=_GENERATOR)
 
 
+def _scalar() -> torch.Tensor:
+    return torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+
+
 def _ints(high: int, *shape: int, low: int = 0) -> torch.Tensor:
     return torch.randint(low, high, shape, generator=_GENERATOR)
 
@@ -50,7 +54,7 @@ def products() -> list[Call]:
         (torch.bmm, (_randn(3, 4, 6), _randn(3, 6, 5))),
         (torch.addmm, (_randn(5), _randn(4, 6), _randn(6, 5)), {"beta": 0.5, "alpha": 2}),
         (torch.addmm, (_randn(4, 1), _randn(4, 6), _randn(6, 5))),
-        (torch.addmv, (_randn(4), _randn(4, 6), _randn(6))),
+        (torch.addmv, (_randn(1), _randn(4, 2), _randn(2))),
         (torch.addr, (_randn(4, 5), _randn(4), _randn(5))),
         (torch.baddbmm, (_randn(3, 1, 5), _randn(3, 4, 6), _randn(3, 6, 5))),
         (torch.addbmm, (_randn(4, 5), _randn(3, 4, 6), _randn(3, 6, 5))),
@@ -70,6 +74,7 @@ def products() -> list[Call]:
 def reductions() -> list[Call]:
     calls: list[Call] = [
         (torch.sum, (X,)),
+        (torch.mean, (_scalar(),)),
         (torch.Tensor.sum, (X, -1, True)),
         (torch.sum, (X, (0, 2))),
         (torch.nansum, (X, 1)),
@@ -105,6 +110,7 @@ def reductions() -> list[Call]:
         (torch.Tensor.norm, (X,)),
         (torch.linalg.vector_norm, (X, 3, (1,))),
         (torch.linalg.norm, (X,), {"dim": 2, "keepdim": True}),
+        (torch.linalg.norm, (X, "nuc", (1, 2))),
         (torch.cumsum, (X, 1)),
         (torch.cumprod, (X, 1)),
         (torch.logcumsumexp, (X, 1)),
@@ -116,6 +122,7 @@ def reductions() -> list[Call]:
         (torch.renorm, (X, 2, 1, 1.0)),
         (torch.softmax, (X, -1)),
         (F.softmax, (X,), {"dim": 0}),
+        (F.log_softmax, (_randn(4, 5),)),  # without a dim
         (torch.log_softmax, (X, 1)),
         (F.softmin, (X, 1)),
         (torch.logsumexp, (X, 1)),
@@ -212,6 +219,7 @@ def tables() -> list[Call]:
     return [
         (F.embedding, (IDS, _randn(7, 6))),
         (F.embedding, (IDS, _randn(8, 6)), {"padding_idx": 3}),
+        (F.embedding, (IDS, _randn(7, 6)), {"padding_idx": -1}),
         (F.embedding, (IDS, _randn(8, 6)), {"scale_grad_by_freq": True}),
         (F.embedding_bag, (IDS, _randn(8, 6))),
         (F.embedding_bag, (IDS, _randn(8, 6)), {"mode": "sum", "per_sample_weights": _randn(4, 5)}),
@@ -249,10 +257,10 @@ def losses() -> list[Call]:
         *_reductions_of(F.hinge_embedding_loss, (x, _ints(2, 4, 5).double() * 2 - 1)),
         *_reductions_of(F.margin_ranking_loss, (_randn(4), _randn(4), signs)),
         *_reductions_of(F.cosine_embedding_loss, (x, y, signs)),
-        *_reductions_of(F.triplet_margin_loss, (x, y, _randn(4, 5))),
+        *_reductions_of(F.triplet_margin_loss, (x, y, _randn(1, 5))),
         *_reductions_of(F.multi_margin_loss, (x, _ints(5, 4)), weight=_rand(5)),
         *_reductions_of(F.multilabel_margin_loss, (x, _ints(5, 4, 5))),
-        *_reductions_of(F.multilabel_soft_margin_loss, (x, p), weight=_rand(5)),
+        *_reductions_of(F.multilabel_soft_margin_loss, (_randn(3, 4, 5), _rand(3, 4, 5)), weight=_rand(5)),
         *_reductions_of(F.nll_loss, (logits, classes), weight=_rand(7)),
         (F.nll_loss, (images, labels), {"ignore_index": -100, "weight": _rand(6)}),
         *_reductions_of(F.cross_entropy, (logits, classes), weight=_rand(7), label_smoothing=0.1),
@@ -375,6 +383,7 @@ def pointwise() -> list[Call]:
         (torch.where, (mask, p, row)),
         (torch.masked_fill, (p, mask, 0.0)),
         (torch.Tensor.to, (p, torch.float32)),
+        (torch.Tensor.to, (n.to(torch.uint8), torch.float64)),  # partial ones wrap around
         (torch.Tensor.contiguous, (p,)),
         (torch.alias_copy, (p,)),
     ]
@@ -415,6 +424,7 @@ def indexed() -> list[Call]:
         (torch.narrow, (table, 0, 1, 3)),
         (torch.select, (table, 1, 2)),
         (torch.isin, (i, j)),
+        (torch.isin, (2, j)),
         (torch.bucketize, (_rand(4, 5), torch.tensor([0.2, 0.5], dtype=torch.float64))),
         (torch.scatter, (table, 1, places, _randn(6, 3, 5))),
         (torch.scatter_add, (table, 1, places, _randn(6, 3, 5))),
@@ -454,7 +464,7 @@ def views() -> list[Call]:
         (torch.stack, ((x, _randn(4, 3, 6)), 1)),
         (torch.split, (x, 2, 2)),
         (torch.split, (x, (2, 4), 2)),
-        (torch.chunk, (x, 3, 2)),
+        (torch.chunk, (x, 4, 2)),  # three, which are empty on some of three ranks
         (torch.tensor_split, (x, 2, 0)),
         (torch.unbind, (x, 1)),
         (torch.roll, (x, 1, 1)),

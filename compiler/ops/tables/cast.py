@@ -23,12 +23,7 @@ def _cast(op: IROp) -> OpRule:
     """Casts to a number with a fraction are linear; rounding to integers is not."""
     build = RuleBuilder()
     refs = build.tensor(op.results[0].shape)
-    rounds = _has_fraction(op.operands[0].dtype) and not _has_fraction(op.results[0].dtype)
-    return build.rule([refs], [refs], linear=() if rounds else linear_sets(op, ("input",)))
-
-
-def _has_fraction(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
+    return build.rule([refs], [refs], linear=linear_sets(op, ("input",)))
 
 
 def _to(input: Any, *args: Any, **kwargs: Any) -> Kwargs:

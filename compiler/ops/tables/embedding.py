@@ -19,7 +19,9 @@ _FORM = define_form("embedding", f"{_EMBEDDING}, *, vocab_axes=(), start=0")
 
 def _local_start(op: IROp, local: LocalSizes) -> Mapping[str, Arg]:
     assert op.rule is not None, f"{op.name} has no rule"
-    return {"start": start_of(op.rule.operands[1][0], local)}
+    padding = op.arg("padding_idx")
+    from_the_end = {} if padding is None or padding >= 0 else {"padding_idx": padding + op.operands[1].shape[0]}
+    return {"start": start_of(op.rule.operands[1][0], local), **from_the_end}
 
 
 def _embedding(op: IROp) -> OpRule:

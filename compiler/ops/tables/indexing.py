@@ -128,10 +128,12 @@ def _select(op: IROp) -> OpRule:
 
 
 def _lookup(op: IROp) -> OpRule:
-    """Each element of the first operand is looked up in the second."""
+    """Each element of the first argument is looked up in the second; either may be a number."""
     build = RuleBuilder()
     result = build.tensor(op.results[0].shape)
-    return build.rule([result, *(build.whole(value.shape) for value in op.operands[1:])], [result])
+    table = ("boundaries", "test_elements")
+    named = zip(op.operand_names, op.operands, strict=True)
+    return build.rule([build.whole(value.shape) if name in table else result for name, value in named], [result])
 
 
 define("index_select", "input, dim, index", "torch.index_select", _index_select, *callables("index_select"))

@@ -117,9 +117,10 @@ def _of_vectors(form: str) -> Callable[[IROp], OpRule]:
 
     def rule(op: IROp) -> OpRule:
         ndim = max(value.ndim for value in op.operands)
-        rows = names(ndim - 1, "n")
-        operands = [[*rows, "d^"] if value.ndim == ndim else rows for value in op.operands]
-        return _per_row(op, operands, rows, form, product(op.operands[0].shape[:-1]))
+        lead = [value.shape[:-1] if value.ndim == ndim else value.shape for value in op.operands]
+        terms, rows = broadcast(lead, "n")
+        operands = [[*term, "d^"] if value.ndim == ndim else term for term, value in zip(terms, op.operands, strict=True)]
+        return _per_row(op, operands, rows, form, product(_broadcast_shape(lead)[1]))
 
     return rule
 
@@ -142,7 +143,7 @@ def _of_classes(form: str) -> Callable[[IROp], OpRule]:
     """Losses over all classes of a row, which stay whole."""
 
     def rule(op: IROp) -> OpRule:
-        rows = ["n"] if op.operands[0].ndim == 2 else []
+        rows = names(op.operands[0].ndim - 1, "n")
         terms = {"input": [*rows, "c^"], "target": [*rows, "c^"], "weight": ["c^"]}
         if op.target == "multi_margin_loss":
             terms["target"] = rows

@@ -69,8 +69,13 @@ def _added(left: str, right: str, result: str) -> Any:
         shape = op.operands[0].shape
         aligned = target[len(target) - len(shape) :]
         term = " ".join("1" if size == 1 else name for size, name in zip(shape, aligned, strict=True))
-        text = f"{term}, {left}, {right} -> {result}"
-        return parse_rule(text, op, additive=(0,), linear_sets=linear_sets(op, (added, first), (added, second)))
+        return parse_rule(
+            f"{term}, {left}, {right} -> {result}",
+            op,
+            additive=(0,),
+            linear_sets=linear_sets(op, (added, first), (added, second)),
+            nonempty=op.target == "addmv",  # which does not broadcast what it adds to an empty product
+        )
 
     return rule
 

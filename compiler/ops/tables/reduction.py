@@ -149,7 +149,8 @@ define("kthvalue", "input, k, dim=-1, keepdim=False", "torch.kthvalue", _ranked,
 
 
 def _norm(op: IROp) -> OpRule:
-    if op.arg("p", op.arg("ord")) == "nuc" or (op.arg("ord") is not None and op.arg("dim") is None):
+    matrix = op.arg("p", op.arg("ord")) == "nuc" or op.arg("ord") is not None
+    if matrix and op.arg("dim") is None:  # of a tensor that is one matrix (or, with an order that is a number, one vector)
         return parse_rule(annotation([names(op.operands[0].ndim, "r", "^")], [["1"] * op.results[0].ndim]), op)
     return _whole(op)
 
@@ -224,7 +225,9 @@ def _softmax(target: str) -> RuleMaker:
         ndim = op.operands[0].ndim
         dim = dim_of(op, ndim, default=implicit_softmax_dim(ndim))
         term = ["c^" if i == dim else f"a{i}" for i in range(ndim)]
-        form = ParallelForm(target, {"c": ParallelFactor(anywhere=True)}, {"c": "dim_axes"})
+        form = ParallelForm(
+            target, {"c": ParallelFactor(anywhere=True)}, {"c": "dim_axes"}, lambda op, local: {"dim": op.arg("dim", dim)}
+        )
         return parse_rule(annotation([term], [term]), op, parallel=form)
 
     return rule

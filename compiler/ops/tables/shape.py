@@ -340,6 +340,11 @@ def _split_bounds(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg
     return {"indices_or_sections": tuple(sum(sizes[:i]) for i in range(1, len(sizes)))}
 
 
+def _num_chunks(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
+    """As many as there are, which may be fewer than were asked for: a rank with empty pieces has as many."""
+    return {"chunks": len(rule.results)}
+
+
 def _tensor_split(op: IROp) -> OpRule:
     return _split(_split_bounds, unequal=not isinstance(op.arg("indices_or_sections"), int))(op)
 
@@ -362,7 +367,7 @@ define(
     *callables("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"),
     renames={"tensor": "input", "split_size": "split_size_or_sections", "split_sizes": "split_size_or_sections"},
 )
-define("chunk", "input, chunks, dim=0", ".chunk", _split(None, unequal=False), *callables("chunk", "unsafe_chunk"))
+define("chunk", "input, chunks, dim=0", ".chunk", _split(_num_chunks, unequal=False), *callables("chunk", "unsafe_chunk"))
 define(
     "tensor_split",
     "input, indices_or_sections, dim=0",

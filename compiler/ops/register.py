@@ -30,8 +30,9 @@ from torch.overrides import get_testing_overrides, handle_torch_function, has_to
 
 from shardwright.compiler.ir.op import IROp, leaves
 from shardwright.compiler.ops import registry
-from shardwright.compiler.ops.annotation import parse, parse_rule
+from shardwright.compiler.ops.annotation import parse_rule
 from shardwright.compiler.ops.builder import linear_sets
+from shardwright.compiler.ops.grammar import parse
 from shardwright.compiler.ops.opdef import OpDef, parse_signature
 from shardwright.compiler.ops.rule import FactorKind, Localise, OpRule, ParallelForm, TensorRefs
 from shardwright.compiler.ops.terms import indices

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.size import symbol
 from shardwright.compiler.ir.value import IRValue, SourceLocation
-from shardwright.compiler.ops.annotation import parse, parse_rule
+from shardwright.compiler.ops.annotation import parse_rule
 from shardwright.compiler.ops.builder import annotation_text
+from shardwright.compiler.ops.grammar import parse
 from shardwright.compiler.ops.rule import FactorKind, OpRule
 from shardwright.runtime.errors import AnnotationError
 

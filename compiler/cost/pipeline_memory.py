@@ -35,7 +35,7 @@ def pipeline_memory(
 ) -> tuple[RankMemory, ...]:
     """The memory of every unit rank in one step; ranks of a stage are taken to be alike."""
     schedule = planned_schedule(program.plan)
-    actions = [[action for action in listed if action.is_compute] for listed in schedule.actions]
+    actions = schedule.actions
     positions: dict[tuple[int, ...], int] = {}
     for stage in program.plan.stages:
         positions.setdefault(stage.ranks, len(positions))

@@ -8,7 +8,7 @@ backward of that first one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -59,7 +59,8 @@ class Dataflow:
 
         Args:
             num_stages: the number of all stages.
-            consumers: for each stage, the stages that receive a message from it; :func:`receiving_stages` chooses them.
+            consumers: for each stage, the stages that receive a message from it: on each rank the first that uses what it
+                makes.
             without_gradient: those (producer, consumer) whose values need no gradient (masks, token ids).
         """
         pairs = frozenset((source, target) for source, targets in consumers.items() for target in targets)
@@ -74,20 +75,6 @@ class Dataflow:
     def gradient_sources(self) -> tuple[tuple[int, ...], ...]:
         """For each stage, the later stages that it gets gradients from, ascending."""
         return _grouped(self.num_stages, self.gradients)
-
-
-def receiving_stages(consumers: Collection[int], placement: Sequence[int], producer: int) -> tuple[int, ...]:
-    """The stages that a value is sent to: on each rank but the producer's, the first that uses it.
-
-    Args:
-        consumers: the later stages that use the value.
-        placement: the rank of each stage.
-        producer: the stage that makes the value.
-    """
-    first: dict[int, int] = {}
-    for stage in sorted(consumers):
-        first.setdefault(placement[stage], stage)
-    return tuple(stage for rank, stage in sorted(first.items(), key=lambda item: item[1]) if rank != placement[producer])
 
 
 def _grouped(num_stages: int, pairs: Iterable[StagePair]) -> tuple[tuple[int, ...], ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardwright.runtime.schedule import ActionKind, ScheduleAction
 
@@ -16,8 +16,7 @@ class Schedule:
 
     ``placement[stage]`` is the stage's rank, ``actions[rank]`` what that rank does. A rank here is a position in the
     pipeline; with tensor or data parallelism inside the plan it stands for all ranks of its stages' sub-mesh, which do the
-    same. A schedule as it is generated, or written by hand, has only compute actions;
-    :func:`shardwright.compiler.schedule.communication.communicate` adds the messages.
+    same.
 
     Nothing is checked here: :func:`shardwright.compiler.schedule.validate.validate` does that.
     """
@@ -41,17 +40,9 @@ class Schedule:
         backward = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
         return any(action.kind in backward for actions in self.actions for action in actions)
 
-    @property
-    def has_messages(self) -> bool:
-        return any(action.is_message for actions in self.actions for action in actions)
-
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages on ``rank``, ascending."""
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
-
-    def compute_only(self) -> Schedule:
-        """The same order of computation without messages and reductions."""
-        return replace(self, actions=tuple(tuple(a for a in actions if a.is_compute) for actions in self.actions))
 
     def __str__(self) -> str:
         """One line per rank: ``rank 0: 0F0 0F1 0B0 0B1``."""

@@ -21,7 +21,7 @@ class StageTimes:
     weight_gradient_s: float = 1.0
 
     def of(self, kind: ActionKind) -> float:
-        """The time of a compute action of this kind; a whole backward takes as long as its two parts."""
+        """The time of an action of this kind; a whole backward takes as long as its two parts."""
         match kind:
             case ActionKind.FORWARD:
                 return self.forward_s
@@ -44,7 +44,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule in time: ``spans[rank]`` are the rank's compute actions, in order and without overlap."""
+    """A schedule in time: ``spans[rank]`` are the rank's actions, in order and without overlap."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
@@ -83,10 +83,10 @@ def simulate(
 ) -> Timeline:
     """Run ``schedule`` in time: each action starts as soon as its rank is free and all it uses is there.
 
-    Messages travel while ranks compute and do not slow each other down; messages of ``schedule`` itself are left out.
+    Messages travel while ranks compute and do not slow each other down.
 
     Args:
-        schedule: a complete schedule, with or without messages.
+        schedule: a complete schedule.
         times: of each stage, or of all.
         transfer_s: from when a stage has made something until another rank has it; for all pairs of stages, or by (sending
             stage, receiving stage), where a pair that is not named takes no time. A gradient's sender is the later stage.
@@ -95,7 +95,6 @@ def simulate(
     Raises:
         PlanError: the schedule deadlocks.
     """
-    schedule = schedule.compute_only()
     dataflow = Dataflow.chain(schedule.num_stages) if dataflow is None else dataflow
     by_stage = [times] * schedule.num_stages if isinstance(times, StageTimes) else times
     waits = waits_of(schedule, dataflow)
@@ -103,7 +102,7 @@ def simulate(
     for rank, index in run_order(schedule, waits):
         action = schedule.actions[rank][index]
         start = spans[rank][-1].end_s if index else 0.0
-        for other, other_index, _ in waits[rank][index]:
+        for other, other_index in waits[rank][index]:
             made = spans[other][other_index]
             arrival = made.end_s if other == rank else made.end_s + _transfer(transfer_s, made.action.stage, action.stage)
             start = max(start, arrival)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardwright.compiler.schedule.dataflow import Dataflow
-from shardwright.compiler.schedule.memory import RELEASES, held_after
+from shardwright.compiler.schedule.memory import held_after
 from shardwright.compiler.schedule.schedule import Schedule
-from shardwright.compiler.schedule.waits import Transport, run_order, waits_of
+from shardwright.compiler.schedule.waits import run_order, waits_of
 from shardwright.runtime.errors import PlanError
-from shardwright.runtime.schedule import ActionKind, Message, Payload, ScheduleAction, message_of
+from shardwright.runtime.schedule import ActionKind, ScheduleAction
 
 MAX_LISTED = 8
 """How many missing actions an error names."""
@@ -20,29 +20,24 @@ def validate(
     dataflow: Dataflow | None = None,
     *,
     max_in_flight: int | None = None,
-    transport: Transport = Transport.RENDEZVOUS,
 ) -> None:
     """Check that ``schedule`` runs to its end.
 
     Args:
-        schedule: as generated, read from a file, or with messages.
+        schedule: as generated, or read from a file.
         dataflow: which stages feed which; each the next one if not given.
         max_in_flight: how many activations, counted in (stage, microbatch), any rank may hold between forward and the last
             gradient.
-        transport: with messages, how sends and receives wait for each other; what runs under one kind of transport runs under
-            those listed before it.
 
     Raises:
-        PlanError: an action that is missing, there twice or on the wrong rank; a message without its other end, or overtaken
-            by another; a deadlock, with its circle of ranks; too much in flight.
+        PlanError: an action that is missing, there twice or on the wrong rank; a deadlock, with its circle of ranks; too
+            much in flight.
     """
     dataflow = Dataflow.chain(schedule.num_stages) if dataflow is None else dataflow
     if dataflow.num_stages != schedule.num_stages:
         raise PlanError(f"a dataflow of {dataflow.num_stages} stages for a schedule of {schedule.num_stages}")
     check_complete(schedule)
-    if schedule.has_messages:
-        check_messages(schedule, dataflow)
-    run_order(schedule, waits_of(schedule, dataflow, transport))
+    run_order(schedule, waits_of(schedule, dataflow))
     if max_in_flight is not None:
         check_in_flight(schedule, max_in_flight)
 
@@ -77,8 +72,6 @@ def check_complete(schedule: Schedule) -> None:
             why=f"each of {schedule.num_stages} stages runs each of {schedule.num_microbatches} microbatches",
             hint="add them on the ranks of their stages; a backward is one B, or an I and a W",
         )
-    for rank in range(schedule.num_ranks):
-        _check_reductions(schedule, rank)
 
 
 def _check_sizes(schedule: Schedule) -> None:
@@ -92,8 +85,7 @@ def _check_sizes(schedule: Schedule) -> None:
 
 
 def _check_place(schedule: Schedule, action: ScheduleAction, rank: int, index: int) -> None:
-    stages = (action.stage,) if action.peer is None else (action.stage, action.peer)
-    if not all(0 <= s < schedule.num_stages for s in stages) or not 0 <= action.microbatch < schedule.num_microbatches:
+    if not 0 <= action.stage < schedule.num_stages or not 0 <= action.microbatch < schedule.num_microbatches:
         raise PlanError(
             f"{action} is out of range in schedule {schedule.name!r}",
             where=_where(rank, index),
@@ -106,23 +98,6 @@ def _check_place(schedule: Schedule, action: ScheduleAction, rank: int, index: i
             why=f"stage {action.stage} is on rank {schedule.placement[action.stage]}",
             hint="move the action to that rank, or change the placement",
         )
-
-
-def _check_reductions(schedule: Schedule, rank: int) -> None:
-    """Check that the stages of ``rank`` reduce with the microbatch whose gradients come last, and so at most once."""
-    last = {action.stage: action.microbatch for action in schedule.actions[rank] if action.kind in RELEASES}
-    for index, action in enumerate(schedule.actions[rank]):
-        if action.kind is not ActionKind.REDUCE:
-            continue
-        if last.get(action.stage) != action.microbatch:
-            raise PlanError(
-                f"{action} in schedule {schedule.name!r} does not follow the last gradients of stage {action.stage}",
-                where=_where(rank, index),
-                why="a stage reduces its gradients once, after the microbatch that is named, and that has to be the last one"
-                if schedule.trains
-                else "there is no backward",
-                hint="leave REDUCE out, and let communicate() add it",
-            )
 
 
 def _missing_backward(schedule: Schedule, seen: set[ScheduleAction], stage: int, microbatch: int) -> Iterable[ScheduleAction]:
@@ -140,71 +115,6 @@ def _missing_backward(schedule: Schedule, seen: set[ScheduleAction], stage: int,
     if whole in seen or len(parts) == 2:
         return ()
     return [part for part in (inputs, weights) if part not in seen] if parts else [whole]
-
-
-def check_messages(schedule: Schedule, dataflow: Dataflow) -> None:
-    """Check that all messages that ``dataflow`` needs are there with both ends, no others, and that none overtakes another.
-
-    Between two ranks, messages of one direction form a channel: they must be received in the order in which they are sent.
-
-    Raises:
-        PlanError: names the message, or the first two that do not match.
-    """
-    expected = messages_of(schedule, dataflow)
-    channels: dict[ActionKind, dict[tuple[int, int], list[ScheduleAction]]] = {ActionKind.SEND: {}, ActionKind.RECV: {}}
-    found: set[tuple[ActionKind, Message]] = set()
-    for rank, actions in enumerate(schedule.actions):
-        for index, action in enumerate(actions):
-            if not action.is_message:
-                continue
-            message = message_of(action)
-            if message not in expected:
-                raise PlanError(
-                    f"{action} in schedule {schedule.name!r} moves something that nobody needs",
-                    where=_where(rank, index),
-                    hint="drop it with its other end, or name the stages in the dataflow",
-                )
-            found.add((action.kind, message))
-            _, sender, receiver, _ = message
-            channel = (schedule.placement[sender], schedule.placement[receiver])
-            channels[action.kind].setdefault(channel, []).append(action)
-    for message in expected:
-        for kind in (ActionKind.SEND, ActionKind.RECV):
-            if (kind, message) not in found:
-                what, sender, receiver, microbatch = message
-                ends = (sender, receiver) if kind is ActionKind.SEND else (receiver, sender)
-                raise PlanError(
-                    f"schedule {schedule.name!r} lacks {ScheduleAction(kind, ends[0], microbatch, ends[1], what)}",
-                    why=f"stage {receiver} uses {what} of stage {sender}, which is on another rank",
-                )
-    for channel, sends in channels[ActionKind.SEND].items():
-        _check_channel(schedule, channel, sends, channels[ActionKind.RECV][channel])
-
-
-def messages_of(schedule: Schedule, dataflow: Dataflow) -> dict[Message, None]:
-    """All messages between ranks that ``dataflow`` needs, in a fixed order."""
-    pairs: list[tuple[Payload, int, int]] = [("activations", source, target) for source, target in sorted(dataflow.activations)]
-    if schedule.trains:
-        pairs += [("gradients", target, source) for source, target in sorted(dataflow.gradients)]
-    return {
-        (what, sender, receiver, microbatch): None
-        for what, sender, receiver in pairs
-        if schedule.placement[sender] != schedule.placement[receiver]
-        for microbatch in range(schedule.num_microbatches)
-    }
-
-
-def _check_channel(
-    schedule: Schedule, channel: tuple[int, int], sends: list[ScheduleAction], recvs: list[ScheduleAction]
-) -> None:
-    for index, (send, recv) in enumerate(zip(sends, recvs, strict=True)):
-        if message_of(send) != message_of(recv):
-            raise PlanError(
-                f"messages from rank {channel[0]} to rank {channel[1]} are received in another order than sent",
-                where=f"schedule {schedule.name!r}, message {index} of this direction",
-                why=f"rank {channel[0]} sends with {send} what rank {channel[1]} takes for that of {recv}",
-                hint="list the receives of a rank in the order in which each other rank sends",
-            )
 
 
 def check_in_flight(schedule: Schedule, max_in_flight: int) -> None:

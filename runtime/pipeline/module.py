@@ -169,10 +169,7 @@ class PipelineModule(ParallelModule):
         senders = set().union(*(body.senders for body in self._bodies))
         self._parsed = {
             mode: {
-                rank: tuple(
-                    action for action in parse_actions(everyone[self._to_world(rank)]["actions"][mode]) if action.is_compute
-                )
-                for rank in sorted({self.rank, *senders})
+                rank: parse_actions(everyone[self._to_world(rank)]["actions"][mode]) for rank in sorted({self.rank, *senders})
             }
             for mode in self.actions
         }

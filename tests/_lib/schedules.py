@@ -36,7 +36,7 @@ def schedules_of(
 
 def dependencies(schedule: Schedule, dataflow: Dataflow) -> dict[ScheduleAction, set[ScheduleAction]]:
     """What each compute action needs, without the order of the ranks: the definition, written apart from the validator."""
-    actions = {action for rank in schedule.actions for action in rank if action.is_compute}
+    actions = {action for rank in schedule.actions for action in rank}
 
     def made(stage: int, microbatch: int) -> ScheduleAction:
         split = ScheduleAction(I, stage, microbatch)

@@ -10,13 +10,11 @@ from itertools import takewhile
 import pytest
 from schedules import schedules_of
 
-from shardwright.compiler.schedule.communication import communicate
 from shardwright.compiler.schedule.generate import SCHEDULES, generate
 from shardwright.compiler.schedule.memory import peak_in_flight
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.simulate import simulate
 from shardwright.compiler.schedule.validate import validate
-from shardwright.compiler.schedule.waits import Transport
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.schedule import ActionKind
 
@@ -38,14 +36,6 @@ def test_every_size_is_valid(name: str) -> None:
         validate(schedule)
         count += 1
     assert count == {"gpipe": 384, "infer_pipe": 384, "1f1b_interleaved": 2 * 42}.get(name, 128)
-
-
-@pytest.mark.parametrize(("most_ranks", "most_microbatches"), [(5, 11), pytest.param(8, 16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_every_size_is_valid_with_messages(name: str, most_ranks: int, most_microbatches: int) -> None:
-    for _, _, _, schedule in schedules_of(name, most_ranks, most_microbatches):
-        validate(communicate(schedule))
-        validate(communicate(schedule, posted_ahead=False), transport=Transport.BLOCKING)
 
 
 def test_the_entry_of_a_schedule_says_what_it_does() -> None:
@@ -166,7 +156,7 @@ def test_sizes_that_cannot_be_are_refused(arguments: tuple, text: str) -> None:
 def test_schedules_need_no_torch() -> None:
     code = """
 import sys
-import shardwright.compiler.schedule.communication, shardwright.compiler.schedule.draw, shardwright.compiler.schedule.files
+import shardwright.compiler.schedule.draw, shardwright.compiler.schedule.files
 import shardwright.compiler.schedule.generate
 assert "torch" not in sys.modules
 """

@@ -5,11 +5,10 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedules import dependencies, random_dataflow, random_schedule, schedules_of
+from schedules import dependencies, random_dataflow, random_schedule
 
-from shardwright.compiler.schedule.communication import communicate
 from shardwright.compiler.schedule.dataflow import Dataflow
-from shardwright.compiler.schedule.generate import SCHEDULES, generate
+from shardwright.compiler.schedule.generate import generate
 from shardwright.compiler.schedule.memory import peak_in_flight
 from shardwright.compiler.schedule.simulate import StageTimes, Timeline, simulate
 
@@ -73,12 +72,6 @@ def test_actions_start_as_soon_as_they_can_and_not_before(rng: Random) -> None:
             assert span.start_s == max([free_s, *there])
             assert span.end_s - span.start_s == times[span.action.stage].of(span.action.kind)
             free_s = span.end_s
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_messages_in_the_list_change_nothing(name: str) -> None:
-    for _, _, _, schedule in schedules_of(name, 3, 4, 2):
-        assert simulate(communicate(schedule)) == simulate(schedule)
 
 
 def test_in_flight_by_size_of_stage() -> None:

@@ -11,14 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedules import can_run, random_dataflow, random_schedule
 
-from shardwright.compiler.schedule.communication import communicate
 from shardwright.compiler.schedule.dataflow import Dataflow
 from shardwright.compiler.schedule.generate import SCHEDULES, generate
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.validate import validate
-from shardwright.compiler.schedule.waits import Transport
 from shardwright.runtime.errors import PlanError
-from shardwright.runtime.schedule import ActionKind, ScheduleAction, parse_actions
+from shardwright.runtime.schedule import ScheduleAction, parse_actions
 
 seeds = st.integers(0, 2**32 - 1).map(Random)
 
@@ -49,11 +47,9 @@ def with_rank(schedule: Schedule, rank: int, actions: list[ScheduleAction]) -> S
 
 @settings(max_examples=150, deadline=None)
 @given(seeds)
-def test_random_orders_that_run_are_valid_and_get_messages(rng: Random) -> None:
+def test_random_orders_that_run_are_valid(rng: Random) -> None:
     schedule, dataflow = random_case(rng)
     validate(schedule, dataflow)
-    validate(communicate(schedule, dataflow), dataflow)
-    validate(communicate(schedule, dataflow, posted_ahead=False), dataflow, transport=Transport.BLOCKING)
 
 
 @settings(max_examples=200, deadline=None)
@@ -73,29 +69,6 @@ def test_shuffled_orders_are_valid_exactly_when_they_can_run(rng: Random) -> Non
         assert "deadlocks" in refusal(shuffled, dataflow=dataflow)
 
 
-@settings(max_examples=100, deadline=None)
-@given(seeds)
-def test_a_stricter_transport_allows_no_more(rng: Random) -> None:
-    """Random moves of messages; what runs under one kind of transport runs under the ones before it."""
-    schedule, dataflow = random_case(rng)
-    moved = communicate(schedule, dataflow)
-    rank = rng.randrange(moved.num_ranks)
-    actions = list(moved.actions[rank])
-    for _ in range(2):
-        actions.insert(rng.randrange(len(actions)), actions.pop(rng.randrange(len(actions))))
-    moved = with_rank(moved, rank, actions)
-
-    def runs(transport: Transport) -> bool:
-        try:
-            validate(moved, dataflow, transport=transport)
-        except PlanError:
-            return False
-        return True
-
-    results = [runs(transport) for transport in Transport]
-    assert results == sorted(results, reverse=True)
-
-
 # ---------------------------------------------------------------------------------------------- broken orders
 
 
@@ -104,11 +77,9 @@ def test_a_stricter_transport_allows_no_more(rng: Random) -> None:
 def test_anything_lost_doubled_or_misplaced_is_found(rng: Random, name: str) -> None:
     num_ranks = rng.randint(1, 4)
     schedule = generate(name, num_ranks, num_ranks * rng.randint(2, 3))
-    if rng.random() < 0.5:
-        schedule = communicate(schedule)
     rank = rng.randrange(num_ranks)
     actions = list(schedule.actions[rank])
-    index = rng.choice([i for i, action in enumerate(actions) if action.kind is not ActionKind.REDUCE])
+    index = rng.randrange(len(actions))
     action = actions[index]
     lost = with_rank(schedule, rank, actions[:index] + actions[index + 1 :])
     assert " lacks " in refusal(lost)
@@ -117,20 +88,6 @@ def test_anything_lost_doubled_or_misplaced_is_found(rng: Random, name: str) -> 
         other = (rank + 1) % num_ranks
         moved = with_rank(lost, other, [*lost.actions[other], action])
         assert f"{action} runs on the wrong rank in schedule {name!r}" in refusal(moved)
-
-
-@settings(max_examples=60, deadline=None)
-@given(seeds, st.sampled_from(sorted(SCHEDULES)))
-def test_messages_that_overtake_are_found(rng: Random, name: str) -> None:
-    num_ranks = rng.randint(2, 4)
-    schedule = communicate(generate(name, num_ranks, 2 * num_ranks))
-    rank = rng.randrange(1, num_ranks)
-    actions = list(schedule.actions[rank])
-    recvs = [i for i, a in enumerate(actions) if a.kind is ActionKind.RECV]
-    first, second, *_ = (i for i in recvs if schedule.placement[actions[i].peer or 0] == rank - 1)
-    actions[first], actions[second] = actions[second], actions[first]
-    text = refusal(with_rank(schedule, rank, actions))
-    assert f"messages from rank {rank - 1} to rank {rank} are received in another order than sent" in text
 
 
 def test_a_circle_of_ranks_is_shown() -> None:
@@ -156,29 +113,6 @@ def test_a_rank_that_waits_for_itself() -> None:
         "  why:   0B0 on rank 0 waits for 0F0, which rank 0 runs after 0B0\n"
         "  try:   change the order of one of these ranks: on rank 0, 0F0 before 0B0"
     )
-
-
-def test_receives_at_their_use_deadlock_when_sends_wait_for_them() -> None:
-    """The textbook deadlock of 1F1B: activations down and gradients up meet."""
-    schedule = schedule_of(
-        2,
-        "0F0 0SEND_F0>1 0F1 0SEND_F1>1 0RECV_B0<1 0B0 0RECV_B1<1 0B1",
-        "1RECV_F0<0 1F0 1B0 1SEND_B0>0 1RECV_F1<0 1F1 1B1 1SEND_B1>0",
-    )
-    validate(schedule, transport=Transport.BUFFERED)
-    assert refusal(schedule) == (
-        "schedule 'custom' deadlocks: ranks wait in a circle\n"
-        "  where: rank 0 at 0SEND_F1>1 (action 3) -> rank 1 at 1SEND_B0>0 (action 3) -> rank 0\n"
-        "  why:   0SEND_F1>1 on rank 0 waits for 1RECV_F1<0, which rank 1 runs after 1SEND_B0>0; "
-        "1SEND_B0>0 on rank 1 waits for 0RECV_B0<1, which rank 0 runs after 0SEND_F1>1\n"
-        "  try:   change the order of one of these ranks: on rank 0, 0RECV_B0<1 before 0SEND_F1>1"
-    )
-
-
-def test_receives_posted_ahead_deadlock_when_they_block() -> None:
-    schedule = communicate(generate("1f1b", 2, 3))
-    validate(schedule)
-    assert "deadlocks: ranks wait in a circle" in refusal(schedule, transport=Transport.BLOCKING)
 
 
 @pytest.mark.parametrize(
@@ -224,37 +158,6 @@ def test_receives_posted_ahead_deadlock_when_they_block() -> None:
             "schedule 'custom' of 1 microbatches, with stages on the ranks [0] and actions for 2 ranks\n"
             "  try:   give each rank a stage and its actions, and at least one microbatch",
         ),
-        (
-            schedule_of(1, "0F0 0SEND_F0>2", "1F0", "2RECV_F0<0 2F0"),
-            "0SEND_F0>2 in schedule 'custom' moves something that nobody needs\n"
-            "  where: rank 0, action 1\n"
-            "  try:   drop it with its other end, or name the stages in the dataflow",
-        ),
-        (
-            schedule_of(1, "0F0 0SEND_F0>1", "1F0"),
-            "schedule 'custom' lacks 1RECV_F0<0\n  why:   stage 1 uses activations of stage 0, which is on another rank",
-        ),
-        (
-            schedule_of(2, "0F0 0B0 0F1 0REDUCE0 0B1"),
-            "0REDUCE0 in schedule 'custom' does not follow the last gradients of stage 0\n"
-            "  where: rank 0, action 3\n"
-            "  why:   a stage reduces its gradients once, after the microbatch that is named, and that has to be the last one\n"
-            "  try:   leave REDUCE out, and let communicate() add it",
-        ),
-        (
-            schedule_of(1, "0F0 0REDUCE0"),
-            "0REDUCE0 in schedule 'custom' does not follow the last gradients of stage 0\n"
-            "  where: rank 0, action 1\n"
-            "  why:   there is no backward\n"
-            "  try:   leave REDUCE out, and let communicate() add it",
-        ),
-        (
-            schedule_of(1, "0F0 0REDUCE0 0B0"),
-            "schedule 'custom' deadlocks: a rank waits for itself\n"
-            "  where: rank 0 at 0REDUCE0 (action 1) -> rank 0\n"
-            "  why:   0REDUCE0 on rank 0 waits for 0B0, which rank 0 runs after 0REDUCE0\n"
-            "  try:   change the order of one of these ranks: on rank 0, 0B0 before 0REDUCE0",
-        ),
     ],
 )
 def test_what_is_refused_and_how(schedule: Schedule, text: str) -> None:
@@ -288,7 +191,6 @@ def test_stages_that_do_not_feed_each_other_need_no_order() -> None:
     towers = Dataflow.of(3, {0: [2], 1: [2]})
     schedule = schedule_of(2, "0F0 0F1 0B0 0B1", "1F1 1F0 1B1 1B0", "2F1 2F0 2B1 2B0")
     validate(schedule, towers)
-    validate(communicate(schedule, towers), towers)
 
 
 @pytest.mark.parametrize("actions", ["1F0 0F0 2F0", "0F0 1F0 2F0 2B0 0B0 1B0"])
@@ -297,24 +199,6 @@ def test_stages_of_one_rank_run_in_order_even_if_they_do_not_feed_each_other(act
     towers = Dataflow.of(3, {0: [2], 1: [2]})
     text = refusal(schedule_of(1, actions, placement=(0, 0, 0)), dataflow=towers)
     assert "deadlocks: a rank waits for itself" in text
-
-
-def test_messages_that_come_too_late_deadlock_under_every_transport() -> None:
-    """All receives are posted; rank 1 wants 0F1 before 1B0, rank 0 the gradient of 1B0 before 0F1."""
-    schedule = schedule_of(
-        2,
-        "0RECV_B0<1 0RECV_B1<1 0F0 0SEND_F0>1 0B0 0F1 0SEND_F1>1 0B1",
-        "1RECV_F0<0 1RECV_F1<0 1F0 1F1 1B0 1SEND_B0>0 1B1 1SEND_B1>0",
-    )
-    for transport in Transport:
-        text = refusal(schedule, transport=transport)
-        assert "deadlocks: ranks wait in a circle" in text
-    assert "waits for 1SEND_B0>0, which rank 1 runs after 1F1" in refusal(schedule, transport=Transport.BUFFERED)
-
-
-def test_a_receive_comes_before_its_use() -> None:
-    text = refusal(schedule_of(1, "0F0 0SEND_F0>1", "1F0 1RECV_F0<0"), transport=Transport.BUFFERED)
-    assert "1F0 on rank 1 waits for 1RECV_F0<0, which rank 1 runs after 1F0" in text
 
 
 def test_backward_may_be_split_for_some_microbatches_only() -> None:

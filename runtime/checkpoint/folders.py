@@ -27,6 +27,11 @@ LATEST_FILE = "LATEST"
 
 _NAME = re.compile(r"(\d{6,})(?:-step-\d+)?")
 
+_WRITTEN = re.compile(
+    r"index\.json|rank-\d{5,}\.(json|safetensors|failed)|(model|optimizer).*\.safetensors|\..*\.new\.[0-9a-f]+"
+)
+"""What saving and merging write into a folder."""
+
 
 def make_folder(directory: Path, step: int | None) -> Path:
     """A fresh folder in ``directory``, numbered after all that are there."""
@@ -46,12 +51,15 @@ def make_current(folder: Path) -> None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Delete what is not among the newest ``keep`` complete folders up to the current one, ``folder``."""
+    """Delete what is not among the newest ``keep`` complete folders up to the current one, ``folder``.
+
+    A folder that holds anything else than a checkpoint stays, whatever its name.
+    """
     directory = folder.parent
     older = [path for path in complete_folders(directory) if path != folder]
     kept = {folder, *(older[len(older) - (keep - 1) :] if keep > 1 else [])}
     for _, path in _numbered(directory):
-        if path not in kept:
+        if path not in kept and all(_WRITTEN.fullmatch(entry.name) and not entry.is_dir() for entry in path.iterdir()):
             # The index goes first: a folder that is half deleted must not look complete.
             (path / INDEX_FILE).unlink(missing_ok=True)
             shutil.rmtree(path)
@@ -72,7 +80,7 @@ def find_folder(directory: Path) -> Path:
     if (directory / INDEX_FILE).exists():
         return directory
     try:
-        name = (directory / LATEST_FILE).read_text().strip()
+        name = (directory / LATEST_FILE).read_text(errors="replace").strip()
     except FileNotFoundError:
         raise CheckpointError(
             f"there is no checkpoint in {directory}",

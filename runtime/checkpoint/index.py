@@ -14,6 +14,7 @@ import torch
 from shardwright import __version__
 from shardwright.runtime.checkpoint.ordering import Groups, united, united_groups
 from shardwright.runtime.checkpoint.tensor_files import FileRecord
+from shardwright.runtime.checkpoint.values import dtype_named
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.regions import Region
 from shardwright.runtime.swap import write_file
@@ -78,8 +79,7 @@ class TensorRecord:
     def from_json(cls, data: Mapping[str, Any]) -> TensorRecord:
         pieces = tuple(PieceRecord.from_json(piece) for piece in data["pieces"])
         aliases = tuple(data.get("aliases", ()))
-        dtype = getattr(torch, data["dtype"])
-        return cls(tuple(data["shape"]), dtype, pieces, aliases, data.get("like_parameter", True))
+        return cls(tuple(data["shape"]), dtype_named(data["dtype"]), pieces, aliases, data.get("like_parameter", True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class Index:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Index:
         """The reverse of :meth:`to_json`; ``KeyError``, ``TypeError`` or ``ValueError`` where it is not one."""
-        return cls(
+        index = cls(
             module_class=data["module_class"],
             tensors={name: TensorRecord.from_json(record) for name, record in data["tensors"].items()},
             files={name: FileRecord.from_json(record) for name, record in data["files"].items()},
@@ -205,6 +205,12 @@ class Index:
             step=data["step"],
             num_ranks=data["num_ranks"],
         )
+        # Nothing outside of the folder is read, and nothing that has no digest.
+        foreign = [name for name in index.files if name != Path(name).name]
+        foreign += [piece.file for _, record in index.records() for piece in record.pieces if piece.file not in index.files]
+        if foreign:
+            raise ValueError(f"{foreign[0]!r} is no file of this checkpoint")
+        return index
 
     def write(self, path: Path) -> None:
         """Write it atomically, with a digest of itself."""

@@ -7,6 +7,7 @@ background thread without communicating, and a rank that is killed at any moment
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 import weakref
@@ -66,8 +67,11 @@ class CheckpointSave:
                 self._thread.join()
             self._is_waited_for = True
             _pending.pop(self._world, None)
-            with together(self._world):
-                self._raise_own()
+            try:
+                with together(self._world):
+                    self._raise_own()
+            except Exception as error:  # of another rank, too: a second call is told the same
+                self._error = error
         self._raise_own()
         return self.folder
 
@@ -172,14 +176,17 @@ def save_checkpoint(
     first unit), the optimizer's state. Beside them seed and step of random numbers, the state of ``scheduler``
     (its ``state_dict()``), ``step``, and rank 0's ``extra``: plain values and tensors. ``directory`` is shared by all ranks.
 
-    ``keep``: how many complete checkpoints stay, this one included (``None``: all). With ``async_save`` the state is copied
+    ``keep``: how many complete checkpoints stay, this one included (``None``: all); folders that hold anything else beside
+    are never deleted. With ``async_save`` the state is copied
     to host memory and written in the background; the next save or load, or ``wait()`` of the result, waits for it and raises
     its errors.
 
-    Raises :class:`CheckpointError` for what cannot be saved, by name.
+    Raises :class:`CheckpointError` for what cannot be saved, by name, and :class:`ConfigError` for a ``step`` that is no
+    count.
     """
     if keep is not None and keep < 1:
         raise ConfigError(f"keep={keep} would delete the checkpoint itself", hint="keep at least 1, or None for all")
+    step = _checked_step(step)
     world, directory = current_world(), Path(directory)
     finish_pending(world)
     folder = None
@@ -200,6 +207,19 @@ def save_checkpoint(
     save = CheckpointSave(world, directory / name, snapshot, keep)
     save._start() if async_save else save._run()
     return save
+
+
+def _checked_step(step: Any) -> int | None:
+    """A count of steps as an ``int``; integers of NumPy and of tensors are such counts too."""
+    try:
+        checked = None if step is None else int(operator.index(step))
+    except TypeError:
+        checked = -1
+    if checked is not None and checked < 0:
+        raise ConfigError(
+            f"step={step!r} is no count of steps", why="it is a part of the folder's name", hint="pass an integer from 0 on"
+        )
+    return checked
 
 
 def finish_pending(world: World) -> None:

@@ -73,7 +73,7 @@ def decode(data: Any) -> Any:
     if tag == "tensor":
         return _decode_tensor(content)
     if tag == "dtype":
-        return _dtype(content)
+        return dtype_named(content)
     if tag in _SEQUENCES:
         return _SEQUENCES[tag][1]([decode(item) for item in content])
     return _MAPPINGS[tag][1]({decode(key): decode(item) for key, item in content})
@@ -86,7 +86,7 @@ def _encode_tensor(x: Tensor) -> dict[str, Any]:
 
 def _decode_tensor(data: dict[str, Any]) -> Tensor:
     raw = bytearray(base64.b64decode(data["bytes"]))
-    dtype = _dtype(data["dtype"])
+    dtype = dtype_named(data["dtype"])
     flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
     return flat.view(data["shape"]).clone()
 
@@ -95,7 +95,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_named(name: str) -> torch.dtype:
+    """``torch.float32`` of ``"float32"``; ``ValueError`` or ``TypeError`` if there is no such dtype."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype")

@@ -189,6 +189,9 @@ def test_a_pointer_to_elsewhere_is_not_followed(tmp_path):
     (tmp_path / "run" / "LATEST").write_text("../other\n")
     with pytest.raises(CheckpointError, match=r"names '../other', which is no complete checkpoint\n.*000001-step-1"):
         current_step(tmp_path / "run")
+    (tmp_path / "run" / "LATEST").write_bytes(b"000001\xff")
+    with pytest.raises(CheckpointError, match="names '000001\ufffd', which is no complete checkpoint"):
+        current_step(tmp_path / "run")
 
 
 @pytest.mark.slow

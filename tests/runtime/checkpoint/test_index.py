@@ -56,6 +56,26 @@ def test_damage(tmp_path, damage, message):
         Index.read(path)
 
 
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"files": {"../a.safetensors": {"bytes": 1, "sha256": ""}}}, "'../a.safetensors' is no file of this checkpoint"),
+        ({"files": {"/a.safetensors": {"bytes": 1, "sha256": ""}}}, "'/a.safetensors' is no file of this checkpoint"),
+        ({"files": {}}, "'rank-0.safetensors' is no file of this checkpoint"),
+        ({"tensors": {"w": {"shape": [0], "dtype": "load", "pieces": []}}}, "'load' is no dtype"),
+    ],
+)
+def test_what_no_save_writes(tmp_path, change, why):
+    class Altered(Index):
+        def to_json(self):
+            return {**super().to_json(), **change}
+
+    path, index = tmp_path / "index.json", part(0, 0, 2)
+    Altered(index.module_class, index.tensors, index.files, optimizer=index.optimizer).write(path)
+    with pytest.raises(CheckpointError, match=rf"was altered or truncated\n  why:   ValueError: {why}"):
+        Index.read(path)
+
+
 def test_another_version(tmp_path, monkeypatch):
     path = tmp_path / "index.json"
     monkeypatch.setattr("shardwright.runtime.checkpoint.index.FORMAT_VERSION", 99)

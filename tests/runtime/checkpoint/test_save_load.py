@@ -325,6 +325,39 @@ def test_older_checkpoints_go(tmp_path):
         shardwright.save_checkpoint(tmp_path, Net(), keep=0)
 
 
+def test_folders_of_other_things_stay(tmp_path):
+    shardwright.save_checkpoint(tmp_path, Net())
+    for name, file in (("20241121", "notes.txt"), ("000001", "notes.txt"), ("000002", "rank-00000.safetensors")):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / file).touch()
+    assert shardwright.save_checkpoint(tmp_path, Net(), keep=1).folder.name == "20241122"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["000001", "20241121", "20241122", "LATEST"]
+
+
+@pytest.mark.parametrize("step", [-1, 3.5, 1000.0, "7"])
+def test_a_step_that_is_no_count(tmp_path, step):
+    with pytest.raises(ConfigError) as caught:
+        shardwright.save_checkpoint(tmp_path / "new", Net(), step=step)
+    assert str(caught.value) == (
+        f"step={step!r} is no count of steps\n"
+        "  why:   it is a part of the folder's name\n"
+        "  try:   pass an integer from 0 on"
+    )
+    assert not (tmp_path / "new").exists()
+    assert shardwright.save_checkpoint(tmp_path, Net(), step=torch.tensor(7)).folder.name == "000001-step-7"
+
+
+def test_views_of_conjugates(tmp_path):
+    net, other = nn.Module(), nn.Module()
+    values = torch.randn(3, dtype=torch.complex64)
+    for module, x in ((net, values), (other, torch.zeros_like(values))):
+        module.weight = nn.Parameter(x.conj())
+        module.register_buffer("imag", x.conj().imag)
+    shardwright.save_checkpoint(tmp_path, net, extra=values.conj())
+    assert torch.equal(shardwright.load_checkpoint(tmp_path, other).extra, values.conj())
+    assert torch.equal(other.weight, net.weight) and torch.equal(other.imag, net.imag)
+
+
 def test_the_index_says_how_to_read_the_files(tmp_path):
     saved("gpt2", ("tp", 2, 2), tmp_path, more=0)
     (folder,) = tmp_path.glob("0*")

@@ -20,8 +20,8 @@ A generated class looks like this:
 
 **Reading tensors.** They lie in a tree of scopes under their original names: ``self.blocks[0].attn.weight``. A path with a
 name that is no identifier is indexed, ``block["a-b.weight"]``. On the first level a name may be one that a
-``ParallelModule`` uses itself (:data:`RESERVED_NAMES`, such as ``mesh`` or ``rank``): ``self.weights("mesh.weight")`` reads
-any path. Constants of the trace are read by the name they are declared with, ``self.const_0``.
+``ParallelModule`` uses itself, such as ``mesh`` or ``rank``: ``self.weights("mesh.weight")`` reads any path. Constants of the
+trace are read by the name they are declared with, ``self.const_0``.
 
 **Updating buffers.** Generated code calls ``self.update_buffer("bn.running_mean", value)``.
 """
@@ -417,12 +417,6 @@ class ParallelModule(CompiledModule):
         coords = ", ".join(f"{name}={index}" for name, index in self.ranks.coords.items())
         place_in_unit = f"rank {self.rank} ({coords})" if coords else f"rank {self.rank}"
         return f"mesh {self.mesh}; {place_in_unit}; unit {self.ranks.unit} of {self.ranks.num_units}"
-
-
-RESERVED_NAMES = frozenset(
-    {*dir(ParallelModule), *vars(nn.Module()), *ParallelModule.__annotations__, *CompiledModule.__annotations__}
-)
-"""Names that mean something else on a ``ParallelModule``: children of that name are read with ``weights()``."""
 
 
 def generated_directory(cls: type[ParallelModule]) -> Path:

@@ -60,11 +60,6 @@ def groups_collective_s(hardware: Hardware, kind: str, num_bytes: float, groups:
     return _seconds(_groups_lines(hardware, kind, tuple(tuple(group) for group in groups)), num_bytes)
 
 
-def axis_groups(mesh: Mesh, axis: str, ranks: Sequence[int]) -> list[tuple[int, ...]]:
-    """The groups along ``axis`` of a mesh laid over ``ranks``: the mesh's rank ``i`` is ``ranks[i]``."""
-    return [tuple(group) for group in _axis_rows(mesh, axis, ranks).tolist()]
-
-
 def axis_collective_s(hardware: Hardware, kind: str, num_bytes: float, mesh: Mesh, axis: str, ranks: Sequence[int]) -> float:
     """Seconds until the slowest group along ``axis`` is done, all groups communicating at once."""
     return _seconds(_axis_lines(hardware, kind, mesh, axis, tuple(ranks)), num_bytes)

@@ -102,10 +102,6 @@ class Hardware:
     def num_devices(self) -> int:
         return sum(self.tiers[-1].sizes)
 
-    def tier_between(self, device: int, other: int) -> int:
-        """The index of the innermost tier that joins two devices."""
-        return next(i for i, tier in enumerate(self.tiers) if tier.group_of[device] == tier.group_of[other])
-
     def digest(self) -> str:
         """A SHA-256 of device and tiers."""
         return self._digest

@@ -246,13 +246,13 @@ def refine(rule: OpRule, pieces: dict[str, list[Node]]) -> OpRule:
     return replace(
         rule,
         factors=tuple(factors),
-        operands=tuple(_rename(tensor, renamed, rule) for tensor in rule.operands),
-        results=tuple(_rename(tensor, renamed, rule) for tensor in rule.results),
+        operands=tuple(_rename(tensor, renamed) for tensor in rule.operands),
+        results=tuple(_rename(tensor, renamed) for tensor in rule.results),
         parallel=form and _rename_form(form, in_form),
     )
 
 
-def _rename(tensor: TensorRefs, renamed: dict[str, list[str]], rule: OpRule) -> TensorRefs:
+def _rename(tensor: TensorRefs, renamed: dict[str, list[str]]) -> TensorRefs:
     def refs(ref: FactorRef) -> DimRefs:
         names = renamed[ref.factor]
         # a slice takes one segment of the concatenation, which is the outermost piece

@@ -130,12 +130,6 @@ def test_nodes_are_whole_or_partial() -> None:
     assert [tier.sizes for tier in uneven.tiers] == [(2, 1), (3,)]
 
 
-def test_which_tier_joins_two_devices() -> None:
-    hardware = load_hardware("h100", 20)
-    assert [hardware.tier_between(0, other) for other in (0, 7, 8, 19)] == [0, 0, 1, 1]
-    assert hardware.tier_between(17, 19) == 0
-
-
 def test_products_take_the_efficiency_of_their_size() -> None:
     table = EfficiencyTable((16, 64), (16, 64), (16, 64), (0.1, 0.2, 0.2, 0.4, 0.2, 0.4, 0.4, 0.8))
     device = Device("d", 1, {"float32": 1e9, "float64": 5e8}, 1.0, 0.0, {"float32": table})

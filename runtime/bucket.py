@@ -88,7 +88,7 @@ class Bucket:
         self._allocated()
         view = self._views[index]
         if gradient is not view:
-            view.copy_(gradient.detach())
+            view.copy_(dense(gradient.detach()))
             set_reduced(view, False)
             parameter.grad = view
 
@@ -182,6 +182,11 @@ class Bucket:
 
     def _new_buffer(self, length: int, device: torch.device) -> Tensor:
         return torch.zeros(length, dtype=self.dtype, device=device)
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """With an element for each of the parameter's: buffers hold no sparse gradients, as ``nn.Embedding(sparse=True)`` makes."""
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
 def hold_gradients_in(parameter: nn.Parameter, dtype: torch.dtype) -> None:

@@ -27,7 +27,7 @@ def global_norm(counted: Iterable[Tensor], everyone: Communicator, dtype: torch.
     ``counted``: the tensors whose ``grad`` this rank counts, see :func:`counts_here`; gradients must have been summed.
     """
     norms = [
-        torch.linalg.vector_norm(tensor.grad, dtype=dtype)
+        torch.linalg.vector_norm(tensor.grad, dtype=torch.promote_types(dtype, tensor.grad.dtype))
         for tensor in counted
         if tensor.grad is not None and tensor.grad.numel()
     ]
@@ -37,10 +37,10 @@ def global_norm(counted: Iterable[Tensor], everyone: Communicator, dtype: torch.
 
 
 def norm_dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:
-    """The widest dtype among the parameters, at least float32."""
+    """The widest dtype among the parameters, at least float32; of complex ones that of their parts."""
     dtype = torch.float32
     for parameter in parameters:
-        dtype = torch.promote_types(dtype, parameter.dtype)
+        dtype = torch.promote_types(dtype, parameter.dtype.to_real())
     return dtype
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardwright.runtime.bucket import Bucket, GradientSum, hold_gradients_in, set_reduced
+from shardwright.runtime.bucket import Bucket, GradientSum, dense, hold_gradients_in, set_reduced
 from shardwright.runtime.communicator import Work
 from shardwright.runtime.zero.arena import Arena
 from shardwright.runtime.zero.groups import ZeroGroup
@@ -100,7 +100,7 @@ class ShardedBucket(Bucket):
             gradient = self.members[index].parameter.grad
             assert gradient is not None
             self._allocated()
-            self._views[index].copy_(gradient)
+            self._views[index].copy_(dense(gradient))
 
     def _launch(self, buffer: Tensor) -> list[Work]:
         if not self._scatters:
@@ -132,6 +132,7 @@ class ShardedBucket(Bucket):
             gradients = mine[: max(0, sum(self.sizes) - self.low)]
         else:
             self.wait()
+            self._used = set()  # where module.zero_grad() has cleared, that of the last time
             self._note_used()
             gradients = self.gradients
             mine = self._allocated()[self.low : self.high]

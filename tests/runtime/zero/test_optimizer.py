@@ -290,6 +290,63 @@ def test_a_parameter_that_only_one_rank_uses_steps_on_all(options):
     assert torch.equal(model["c"].weight, torch.ones(1, 2, dtype=torch.float64))
 
 
+def test_a_parameter_that_was_used_once_has_no_gradient_of_zeros_later():
+    """Also where an ordinary module has cleared the gradients, of which the reducer learns with the next one."""
+
+    def steps(model, optimizer):
+        for x in (1.0, 0.0):
+            model.zero_grad()
+            loss = model["a"].weight.sum()
+            (loss + model["b"].weight.sum() if x else loss).backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    def on_rank(rank):
+        model = linears(dict.fromkeys("ab", (2, 1)))
+        options = {"lr": 0.1, "weight_decay": 0.5}
+        return steps(model, build_optimizer(model, torch.optim.AdamW, config_of(grad_reduction="mean"), **options))
+
+    model = linears(dict.fromkeys("ab", (2, 1)))
+    expected = steps(model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5))
+    for result in run_ranks(2, on_rank):
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"use_zero": 0}, *STAGES, {"distributed_optimizer": {"contiguous_grad_buffer": False}}], ids=str
+)
+def test_sparse_and_complex_gradients(options):
+    def steps(model, optimizer, rows, clip):
+        norms = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            sum(model["a"](torch.tensor(row)).square().sum() + (model["b"].weight ** 3).real.sum() for row in rows).backward()
+            norms.append(clip(model, optimizer))
+            optimizer.step()
+        return norms, [p.detach().clone() for p in model.parameters()]
+
+    def make(sparse):
+        model = torch.nn.ModuleDict({"a": torch.nn.Embedding(4, 3, sparse=sparse), "b": torch.nn.Module()})
+        model["a"].weight = torch.nn.Parameter(torch.full((4, 3), 0.5, dtype=torch.float64))
+        model["b"].weight = torch.nn.Parameter(torch.full((2,), 0.5 - 0.25j, dtype=torch.complex128))
+        return model
+
+    def on_rank(rank):
+        model = make(sparse=True)
+        optimizer = build_optimizer(model, torch.optim.SGD, config_of(**options), lr=0.1, momentum=0.5)
+        return steps(model, optimizer, [[rank, 3]], lambda _, optimizer: optimizer.clip_gnorm(1.0))
+
+    model = make(sparse=False)
+    expected = steps(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5),
+        [[0, 3], [1, 3]],
+        lambda model, _: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    )
+    for result in run_ranks(2, on_rank):
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("options", STAGES, ids=str)
 def test_more_ranks_than_elements(options):
     def on_rank(rank):

@@ -1,16 +1,21 @@
-"""The option that renews golden files, and the fixture that compares with them."""
+"""Random numbers that are the same in every run, the option that renews golden files, and the fixture that compares with them."""
 
 from __future__ import annotations
 
 import difflib
+import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
-# a loaded machine is no defect of the code under test
-settings.register_profile("shardwright", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A loaded machine is no defect of the code under test. `--hypothesis-profile=explore` looks at other examples each time.
+ANY_SPEED: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("shardwright", derandomize=True, **ANY_SPEED)
+settings.register_profile("explore", **ANY_SPEED)
 settings.load_profile("shardwright")
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -18,6 +23,13 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write what the golden files should be instead of comparing")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before fixtures of any scope: what a test draws does not depend on the tests before it."""
+    random.seed(0)
+    torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture

@@ -249,7 +249,7 @@ class _Call:
 
         try:
             if any(isinstance(leaf, AxisRef) for _, arg in local.args for leaf in leaves(arg)):
-                return run_ranks(mesh.size, run_thread, timeout_s=20.0)
+                return run_ranks(mesh.size, run_thread)
             return [
                 run(rank, {name: _Place(mesh.axis_size(name), coords[name]) for name in mesh.names})
                 for rank, coords in enumerate(mesh.all_coords())

@@ -30,7 +30,7 @@ def on_ranks(num_ranks, act, store_timeout=timedelta(minutes=5)):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(600)
         assert not thread.is_alive(), "a rank hangs"
     return outcomes
 
@@ -70,7 +70,7 @@ def test_waiting_outlasts_the_stores_timeout():
     timer = threading.Timer(0.3, release.set)
     timer.start()
     timeout = timedelta(milliseconds=20)
-    assert on_ranks(2, lambda job: job.first_rank_does(lambda: release.wait(10)), timeout) == [True, True]
+    assert on_ranks(2, lambda job: job.first_rank_does(lambda: release.wait(600)), timeout) == [True, True]
     timer.join()
 
 

@@ -9,12 +9,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from shardwright.compiler.calibrate import calibrate as calibrate_module
-from shardwright.compiler.calibrate import command, links
+from shardwright.compiler.calibrate import command, links, timing
 from shardwright.compiler.calibrate.calibrate import default_ranks, describe, measure
 from shardwright.compiler.calibrate.effort import Effort, effort_for
 from shardwright.compiler.calibrate.reference import REFERENCES
@@ -94,11 +95,19 @@ def test_large_products_of_slow_dtypes_are_left_out() -> None:
     assert table["float32"].m == (2, 4)
 
 
-def test_a_sample_is_many_calls_where_one_is_short() -> None:
-    calls: list[int] = []
-    seconds = seconds_per_call(lambda: calls.append(1), torch.device("cpu"), 0.0, 1e-3)
-    assert 0 < seconds < 1e-4
-    assert len(calls) > 2 + 3 * 10
+def test_a_sample_is_many_calls_where_one_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that only calls move: each takes 10 us, the first 3 ms, and one of every hundred 1 ms more."""
+    calls: list[float] = []
+
+    def call() -> None:
+        calls.append(3e-3 if not calls else 1e-5 + 1e-3 * (len(calls) % 100 == 50))
+
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: sum(calls)))
+    assert seconds_per_call(call, torch.device("cpu"), 0.0, 2e-4) == pytest.approx(1e-5)  # samples without the millisecond
+    assert len(calls) == 2 + 3 * 20
+    calls.clear()
+    assert seconds_per_call(call, torch.device("cpu"), 1.9e-3, 2e-4) == pytest.approx(1e-5)
+    assert len(calls) == 2 + 5 * 20  # 0.2 ms each, but one of 1.2 ms
 
 
 def test_quick_measures_less_and_crowded_ranks_longer() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -219,17 +220,25 @@ def test_the_slowest_group_of_an_axis_counts() -> None:
     assert groups_collective_s(hardware, "all_reduce", 1e9, [(0, 1), (4, 5)]) < slowest / 50
 
 
+def num_calls(work: Callable[[], object]) -> int:
+    """How many functions it calls and returns from: what it does, however busy the machine is."""
+    events: list[str] = []
+    sys.setprofile(lambda frame, event, arg: events.append(event))
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return len(events)
+
+
 def test_thousands_of_ranks_are_fast_and_cached() -> None:
     hardware, mesh = load_hardware("h100", 4096), Mesh((("pp", 8), ("dp", 64), ("tp", 8)))
     ranks = tuple(range(4096))
-    start = time.process_time()
-    for axis in mesh.names:
-        assert axis_collective_s(hardware, "all_reduce", 1e9, mesh, axis, ranks) > 0
-    assert time.process_time() - start < 0.5
-    start = time.process_time()
-    for num_bytes in range(100):
-        axis_collective_s(hardware, "all_reduce", num_bytes, mesh, "dp", ranks)
-    assert time.process_time() - start < 0.25
+    first = num_calls(lambda: [axis_collective_s(hardware, "all_reduce", 1e9, mesh, axis, ranks) for axis in mesh.names])
+    assert first < 200_000  # tenths of a second
+    again = num_calls(lambda: [axis_collective_s(hardware, "all_reduce", size, mesh, "dp", ranks) for size in range(100)])
+    assert again < 50 * 100
+    assert axis_collective_s(hardware, "all_reduce", 1e9, mesh, "tp", ranks) > 0
 
 
 def _error(*arguments: object) -> str:

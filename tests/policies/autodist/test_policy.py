@@ -37,7 +37,9 @@ from shardwright.runtime.layout import Mesh
 
 def config_of(num_ranks: int, **options: Any) -> ComputeConfig:
     pipelined = "num_microbatches" in options
-    return ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=pipelined, pas_config=options)
+    return ComputeConfig(
+        plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=pipelined, pas_config={"time_limit_s": 3600.0, **options}
+    )
 
 
 def plan_of(graph: IRGraph, num_ranks: int, **options: Any) -> Plan:

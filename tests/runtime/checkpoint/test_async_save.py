@@ -21,7 +21,7 @@ def gate(monkeypatch):
     original = saving.write_tensors
 
     def write(*arguments):
-        assert opened.wait(30)
+        assert opened.wait(600)
         return original(*arguments)
 
     monkeypatch.setattr(saving, "write_tensors", write)

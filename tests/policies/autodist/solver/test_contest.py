@@ -42,7 +42,7 @@ def test_reading_makes_one_row_with_the_intervals(iopddl: ModuleType, tmp_path: 
     assert problem.node_costs[1].tolist() == [3, np.inf]
     a, b, cost = problem.edges[0]
     assert (a, b, cost.tolist()) == (1, 0, [[1, 2], [3, 4]])
-    found = solve(problem, time_limit_s=10)
+    found = solve(problem, time_limit_s=3600)
     assert not isinstance(found, Infeasible) and found.choice == (0, 0, 0) and found.cost == found.bound == 5
 
 

@@ -16,7 +16,7 @@ from shardwright.policies.autodist.solver.problem import Infeasible, Problem, Ro
 from shardwright.policies.autodist.solver.relaxation import Relaxation
 from shardwright.policies.autodist.solver.solve import solve
 
-NEVER_S = 60.0
+NEVER_S = 3600.0
 
 
 def check(problem: Problem) -> str:
@@ -174,9 +174,9 @@ def test_an_interruption_before_any_choice_goes_on_to_the_caller() -> None:
 
 def test_the_time_limit_and_the_target_gap_end_the_search() -> None:
     problem = chain_with_memory(900, room=0.7)
-    start = time.perf_counter()
+    start = time.process_time()  # what other processes take does not count
     found = solve(problem, time_limit_s=2.0)
-    assert time.perf_counter() - start < NEVER_S / 2  # it would go on for minutes; a busy machine is slow to stop
+    assert time.process_time() - start < 30.0  # it would go on for minutes
     # on a busy machine the time may be over before the first choice
     assert found.gap > 0.0 if isinstance(found, Solution) else not found.proven
     near = solve(problem, time_limit_s=NEVER_S, target_gap=0.01)

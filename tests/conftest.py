@@ -1,4 +1,4 @@
-"""Random numbers that are the same in every run, the option that renews golden files, and the fixture that compares with them."""
+"""Random numbers that are the same in every run, the option that renews golden files, the fixture that compares with them."""
 
 from __future__ import annotations
 

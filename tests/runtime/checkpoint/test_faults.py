@@ -1,5 +1,6 @@
 """Whatever kills a save, the newest complete checkpoint loads; whatever damages one is named."""
 
+import itertools
 import os
 import signal
 import sys
@@ -55,15 +56,12 @@ def killed_at(directory: Path, number: int, num_ranks: int, asynchronous: bool, 
     """Save in a process that is killed when it touches ``directory`` for the ``number``-th time. Whether it was."""
     child = os.fork()
     if child == 0:
-        count = 0
+        count = itertools.count(1)  # threads count too, at once
 
         def kill(event, arguments):
-            nonlocal count
             relative = event == "os.remove" and arguments[1] != -1  # shutil.rmtree names files by their open folder
-            if event in TOUCHING and (relative or str(directory) in str(arguments[0])):
-                count += 1
-                if count == number:
-                    os.kill(os.getpid(), signal.SIGKILL)
+            if event in TOUCHING and (relative or str(directory) in str(arguments[0])) and next(count) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(kill)
         try:

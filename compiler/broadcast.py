@@ -37,6 +37,7 @@ class Parcel:
 
     @classmethod
     def pack(cls, directory: Path, strategy: BroadcastGenFilesStrategy) -> Parcel:
+        """What of a directory goes to other nodes."""
         manifest = Manifest.read(directory)
         names = [name for name in sorted(manifest.files) if is_sent(name, strategy)]
         text = (directory / MANIFEST_FILE).read_text(encoding="utf-8")

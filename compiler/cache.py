@@ -145,6 +145,7 @@ class Stored:
 
     @property
     def is_empty(self) -> bool:
+        """Whether there are no files, whole or broken."""
         return self.manifest is None and self.problem is None
 
     def matches(self, request: Request) -> bool:

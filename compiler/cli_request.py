@@ -101,6 +101,7 @@ def _numbered(dims: object) -> object:
 
 
 def read_dtype(name: str | None) -> torch.dtype | None:
+    """The floating dtype of that name, ``None`` for none. Raises :class:`ConfigError` for an unknown one."""
     if name is None:
         return None
     dtypes = (value for value in vars(torch).values() if isinstance(value, torch.dtype))

@@ -165,6 +165,7 @@ def plan_of(returned: Any, policy_name: str) -> Plan:
 
 
 def check_mesh(plan: Plan, config: ComputeConfig) -> None:
+    """Refuse a plan for another number of ranks, or with an axis called ``zero``. Raises :class:`PlanError`."""
     if plan.mesh.size != config.plan_ngpus:
         raise PlanError(
             "the plan's mesh has another number of ranks than plan_ngpus",

@@ -47,6 +47,7 @@ class Order:
     dump: Path | None = None
 
     def trace(self, module: nn.Module) -> IRGraph:
+        """The graph of a module on the dummy arguments."""
         return trace(module, self.dummy_args, dynamic_dims=self.config.dim_symbols())
 
 

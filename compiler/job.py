@@ -127,10 +127,12 @@ class Job:
 
     @property
     def rank(self) -> int:
+        """The number of this rank in the job."""
         return self._exchange.rank if self._exchange else 0
 
     @property
     def size(self) -> int:
+        """The number of ranks of the job."""
         return self._exchange.size if self._exchange else 1
 
     def agree(self, **facts: Any) -> None:

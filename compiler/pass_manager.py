@@ -63,6 +63,7 @@ class CompileReport:
 
     @property
     def total_s(self) -> float:
+        """Seconds of all passes."""
         return sum(step.seconds for step in self.steps)
 
     def seconds(self) -> dict[str, float]:

@@ -201,6 +201,7 @@ _REDUCED = "_shardwright_reduced"
 
 
 def set_reduced(gradient: Tensor, value: bool) -> None:
+    """Note whether a gradient is the sum over all ranks."""
     setattr(gradient, _REDUCED, value)
 
 

@@ -81,9 +81,11 @@ class CommunicationCounters:
         return total
 
     def calls(self, collective: str | None = None, *, axis: str | None = None, phase: Phase | None = None) -> int:
+        """The number of calls over all keys that match, see :meth:`total`."""
         return self.total(collective, axis=axis, phase=phase).calls
 
     def elements(self, collective: str | None = None, *, axis: str | None = None, phase: Phase | None = None) -> int:
+        """The elements of all calls that match, see :meth:`total`."""
         return self.total(collective, axis=axis, phase=phase).elements
 
     def items(self) -> list[tuple[CommunicationKey, CommunicationVolume]]:
@@ -91,6 +93,7 @@ class CommunicationCounters:
         return sorted(self._volumes.items(), key=lambda item: (item[0].phase, item[0].collective, item[0].axis))
 
     def clear(self) -> None:
+        """Begin at zero again."""
         self._volumes.clear()
 
     @contextmanager

@@ -32,6 +32,7 @@ class Declaration:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """All its FQNs, the first one first."""
         return (self.name, *self.aliases)
 
     @property
@@ -40,6 +41,7 @@ class Declaration:
         return self.kind == "parameter" or self.persistent
 
     def to_json(self) -> dict[str, Any]:
+        """JSON values beside the name; :meth:`from_json` is the inverse."""
         return {
             "kind": self.kind,
             "shape": list(self.layout.shape),
@@ -53,6 +55,7 @@ class Declaration:
 
     @classmethod
     def from_json(cls, name: str, data: dict[str, Any]) -> Declaration:
+        """The reverse of :meth:`to_json`."""
         return cls(
             name,
             data["kind"],

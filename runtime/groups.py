@@ -28,10 +28,12 @@ class AxisGroup:
 
     @property
     def size(self) -> int:
+        """The number of its ranks."""
         return self.communicator.size
 
     @property
     def index(self) -> int:
+        """Which of them this rank is."""
         return self.communicator.index
 
     def local_size(self, count: int) -> int:

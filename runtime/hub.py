@@ -38,6 +38,7 @@ class Meeting:
     num_left: int = 0
 
     def missing(self) -> set[int]:
+        """The ranks that have not joined."""
         return {rank for index, rank in enumerate(self.ranks) if index not in self.given}
 
 

@@ -53,17 +53,21 @@ class Mesh:
 
     @classmethod
     def of(cls, axes: Mapping[str, int] | Mesh) -> Mesh:
+        """The mesh itself, or that of a mapping from axis to size, major to minor."""
         return axes if isinstance(axes, Mesh) else cls(tuple(axes.items()))
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The axes, major to minor."""
         return tuple(name for name, _ in self.axes)
 
     @property
     def size(self) -> int:
+        """The number of ranks."""
         return math.prod(size for _, size in self.axes)
 
     def axis_size(self, axis: str) -> int:
+        """The number of ranks along an axis."""
         return dict(self.axes)[axis]
 
     def coords(self, rank: int) -> dict[str, int]:
@@ -74,12 +78,14 @@ class Mesh:
         return {name: coords[name] for name in self.names}
 
     def rank(self, coords: Coords) -> int:
+        """The rank at coordinates, the reverse of :meth:`coords`."""
         rank = 0
         for name, size in self.axes:
             rank = rank * size + coords[name]
         return rank
 
     def all_coords(self) -> Iterator[dict[str, int]]:
+        """The coordinates of every rank, in the order of the ranks."""
         return (self.coords(rank) for rank in range(self.size))
 
     def over_units(self, num_units: int) -> Mesh:
@@ -108,6 +114,7 @@ class Atom:
 
     @property
     def size(self) -> Size:
+        """The sum of the segments."""
         return sum(self.segments) if len(self.segments) != 1 else self.segments[0]
 
     def pieces(self, mesh: Mesh, coords: Coords, *, upto: int | None = None) -> tuple[tuple[int, int], ...]:
@@ -123,6 +130,7 @@ class Atom:
         return tuple(result)
 
     def local_size(self, mesh: Mesh, coords: Coords) -> int:
+        """The size of the piece at ``coords``; needs numbers where axes cut the atom."""
         if not self.axes:
             return self.size  # type: ignore[no-any-return]
         return sum(size for _, size in self.pieces(mesh, coords))
@@ -173,6 +181,7 @@ class Layout:
 
     @property
     def cut_axes(self) -> tuple[str, ...]:
+        """The axes that cut some dim, in the order of the dims."""
         return tuple(axis for dim in self.dims for atom in dim for axis in atom.axes)
 
     def placement(self, axis: str) -> str:
@@ -212,6 +221,7 @@ class Layout:
         return replace(self, dims=tuple(merge_atoms(dim) for dim in self.dims))
 
     def with_dim(self, dim: int, atoms: Dim) -> Layout:
+        """The layout with other atoms for one dim."""
         return replace(self, dims=self.dims[:dim] + (atoms,) + self.dims[dim + 1 :])
 
     def owners(self, mesh: Mesh) -> list[dict[str, int]]:
@@ -220,6 +230,7 @@ class Layout:
         return [c for c in mesh.all_coords() if all(c[a] == 0 for a in mesh.names if a not in cut)]
 
     def to_json(self) -> dict[str, Any]:
+        """JSON values; :meth:`from_json` is the inverse."""
         return {
             "dims": [[{"segments": list(atom.segments), "axes": list(atom.axes)} for atom in dim] for dim in self.dims],
             "partial": list(self.partial),
@@ -228,6 +239,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Layout:
+        """The reverse of :meth:`to_json`."""
         dims = tuple(tuple(Atom(tuple(a["segments"]), tuple(a["axes"])) for a in dim) for dim in data["dims"])
         return cls(dims, tuple(data["partial"]), tuple(data["grad_partial"]))
 

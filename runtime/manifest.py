@@ -55,6 +55,7 @@ class Manifest:
 
     @property
     def plan_ngpus(self) -> int:
+        """The number of ranks of a unit."""
         return self.mesh.size
 
     @property

@@ -158,6 +158,7 @@ class Reducer:
 
     @property
     def is_attached(self) -> bool:
+        """Whether it still sums: none was made for the same parameters since."""
         return bool(self._handles) or not self.buckets
 
     def _on_gradient(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:

@@ -34,6 +34,7 @@ class Region:
 
     @classmethod
     def whole(cls, shape: Iterable[int]) -> Region:
+        """All elements of a tensor of that shape."""
         return cls(tuple(((0, size),) if size else () for size in shape))
 
     @classmethod

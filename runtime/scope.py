@@ -42,11 +42,13 @@ class Place(NamedTuple):
     leaf: str
 
     def put_parameter(self, parameter: nn.Parameter) -> None:
+        """Put a parameter there, where nothing lies yet."""
         self._check_free()
         # register_parameter refuses names that nn.Module uses itself; those are read by indexing.
         self.scope._parameters[self.leaf] = parameter
 
     def put_buffer(self, buffer: Tensor, *, persistent: bool) -> None:
+        """Put a buffer there, where nothing lies yet."""
         self._check_free()
         self.scope._buffers[self.leaf] = buffer
         if not persistent:

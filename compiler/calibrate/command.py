@@ -30,6 +30,7 @@ INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
     parser.add_argument(
         "--out", type=Path, default=Path("hardware.json"), metavar="FILE", help="the file to write (default: %(default)s)"
     )

@@ -101,6 +101,7 @@ class Scope:
         self.block: tuple[str, int] | None = None
 
     def reserve(self, name: str) -> None:
+        """Let no variable have that name."""
         self._taken.add(name)
 
     def bind(self, value: IRValue, name: str) -> None:

@@ -27,6 +27,7 @@ class DimClass:
 
     @property
     def size(self) -> Size:
+        """The sum of the segments."""
         return sum(self.segments) if len(self.segments) > 1 else self.segments[0]
 
 
@@ -42,6 +43,7 @@ class ModelDims:
     conflicts: tuple[str, ...] = ()
 
     def of_factor(self, op: str, factor: str) -> DimClass | None:
+        """The class of an operator's factor; ``None`` for one without."""
         index = self.factors.get((op, factor))
         return None if index is None else self.classes[index]
 

@@ -97,6 +97,7 @@ class IRGraph:
         return (*self.inputs, *self.parameters, *self.buffers, *(value for value, _ in self.constants))
 
     def op(self, name: str) -> IROp:
+        """The operator of that name."""
         return next(op for op in self.ops if op.name == name)
 
     def producers(self) -> dict[str, tuple[IROp, int]]:
@@ -112,6 +113,7 @@ class IRGraph:
         return uses
 
     def with_ops(self, ops: tuple[IROp, ...]) -> IRGraph:
+        """The graph with other operators."""
         return replace(self, ops=ops)
 
     def live(self) -> IRGraph:

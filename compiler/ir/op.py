@@ -75,6 +75,7 @@ class IROp:
         return next((value for key, value in self.args if key == name), default)
 
     def has_arg(self, name: str) -> bool:
+        """Whether an argument is bound to ``name``."""
         return any(key == name for key, _ in self.args)
 
     @property

@@ -78,6 +78,7 @@ def print_size(size: Size | sympy.Basic) -> str:
 
 
 def print_dtype(dtype: torch.dtype) -> str:
+    """``f32`` for ``torch.float32``; torch's own name where there is no short one."""
     return _SHORT_DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 
 

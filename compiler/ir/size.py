@@ -22,10 +22,12 @@ def simplify(size: Size) -> Size:
 
 
 def product(sizes: Iterable[Size]) -> Size:
+    """The product of sizes, as simple as it gets; 1 for none."""
     return simplify(math.prod(sizes))
 
 
 def is_static(size: Size) -> bool:
+    """Whether the size is a number."""
     return isinstance(size, int)
 
 
@@ -66,6 +68,7 @@ def local_size(size: Size, axis: str, axis_size: int) -> Size:
 
 
 def offset(size: Size, axis: str) -> Size:
+    """Where a rank's piece begins of ``size`` things that the axis cuts."""
     return Offset(size, sympy.Symbol(axis))
 
 

@@ -74,6 +74,7 @@ class ProofReport:
 
     @property
     def failures(self) -> tuple[Trial, ...]:
+        """The trials that failed."""
         return tuple(trial for trial in self.trials if trial.failure is not None)
 
     @property

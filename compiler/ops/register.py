@@ -59,6 +59,7 @@ class UserOpDef(OpDef):
     input_gen: InputGen | None = None
 
     def write(self, args: Mapping[str, str | tuple[str, ...]], by_keyword: Any = ()) -> str:
+        """A call as Python source, by the user's own ``emit`` where there is one."""
         if self.emit is not None:
             return self.emit({name: text if isinstance(text, str) else ", ".join(text) for name, text in args.items()})
         return super().write(args, () if self.positional else by_keyword)

@@ -41,6 +41,7 @@ class Factor:
 
     @property
     def size(self) -> Size:
+        """The sum of the segments."""
         return sum(self.segments) if len(self.segments) > 1 else self.segments[0]
 
 
@@ -108,16 +109,20 @@ class LocalSizes:
     full: Mapping[str, Size]
 
     def ref_size(self, ref: FactorRef) -> Size:
+        """The local size of a factor, or of one segment of it."""
         sizes = self.segments[ref.factor]
         return sizes[ref.segment] if ref.segment is not None else sum(sizes) if len(sizes) > 1 else sizes[0]
 
     def dim_size(self, refs: DimRefs) -> Size:
+        """The local size of a dim."""
         return product(self.ref_size(ref) for ref in refs)
 
     def shape(self, tensor: TensorRefs) -> tuple[Size, ...]:
+        """The local shape of a tensor."""
         return tuple(self.dim_size(refs) for refs in tensor)
 
     def is_split(self, *factors: str) -> bool:
+        """Whether some axis splits one of the factors."""
         return any(self.axes.get(factor) for factor in factors)
 
 
@@ -154,6 +159,7 @@ class OpRule:
     known: bool = True  # False: no rule was found, the operator is replicated
 
     def factor(self, name: str) -> Factor:
+        """The factor of that name."""
         return next(factor for factor in self.factors if factor.name == name)
 
     def splittable(self, name: str, num_pieces: int = 1) -> bool:

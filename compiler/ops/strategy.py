@@ -61,6 +61,7 @@ def placements(rule: OpRule, strategy: Strategy) -> tuple[tuple[str, ...], tuple
 
 
 def has_factor(tensor: TensorRefs, factor: str) -> bool:
+    """Whether a factor stands in some dim of a tensor."""
     return any(ref.factor == factor for dim in tensor for ref in dim)
 
 

@@ -33,6 +33,7 @@ class Node:
     parts: list[Node] = field(default_factory=list)
 
     def root(self) -> Node:
+        """What the node was found to be in the end: itself, or another one."""
         node = self
         while node.parent is not None:
             node = node.parent
@@ -46,6 +47,7 @@ def leaves(node: Node) -> list[Node]:
 
 
 def flatten(nodes: list[Node]) -> list[Node]:
+    """The nodes that a list of dims is the product of, outermost first, without those of size 1."""
     return [leaf for node in nodes for leaf in leaves(node) if leaf.size != 1]
 
 

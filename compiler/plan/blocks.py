@@ -60,18 +60,22 @@ def container_of(module_path: str) -> tuple[str, int] | None:
 
 
 def reads(instruction: Instruction) -> tuple[IRValue, ...]:
+    """The values that an instruction reads."""
     return (instruction.value,) if isinstance(instruction, Adapt) else instruction.op.operands
 
 
 def writes(instruction: Instruction) -> tuple[IRValue, ...]:
+    """The values that an instruction makes."""
     return (instruction.result,) if isinstance(instruction, Adapt) else instruction.op.results
 
 
 def path_of(instruction: Instruction) -> str:
+    """The path of the module that an instruction belongs to."""
     return instruction.module_path if isinstance(instruction, Adapt) else instruction.original.module_path
 
 
 def region_of(instruction: Instruction) -> str | None:
+    """The recompute region that an instruction belongs to, if any."""
     return instruction.region if isinstance(instruction, Adapt) else instruction.op.region
 
 

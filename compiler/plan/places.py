@@ -28,10 +28,12 @@ class Place:
 
     @property
     def size(self) -> Size:
+        """The sum of the segments."""
         return sum(self.segments) if len(self.segments) > 1 else self.segments[0]
 
     @property
     def key(self) -> PlaceKey:
+        """What makes two cuts the same place, whichever axes make them."""
         return self.dim, self.outer, self.segments
 
 

@@ -139,9 +139,12 @@ class Plan:
         return self.mesh.over_units(self.zero)
 
     def assignment(self, op: str) -> Assignment:
+        """The strategies of an operator, by axis."""
         return self.strategies.get(op, {})
 
     def to_json(self) -> dict[str, Any]:
+        """JSON values; :meth:`from_json` is the inverse."""
+
         def layout(item: Layout | str | None) -> Any:
             return str(item) if isinstance(item, Layout) else item
 
@@ -174,6 +177,8 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        """The reverse of :meth:`to_json`."""
+
         def layout(item: str | None) -> Layout | str | None:
             return Layout.parse(item) if isinstance(item, str) and item.startswith("[") else item
 
@@ -198,4 +203,5 @@ class Plan:
         )
 
     def dumps(self) -> str:
+        """The text of a plan file."""
         return json.dumps(self.to_json(), indent=1)

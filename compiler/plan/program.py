@@ -70,6 +70,7 @@ class Program:
     eval_program: Program | None = None
 
     def adapters(self) -> list[Adapt]:
+        """The adapters among the instructions, in order."""
         return [step for step in self.body if isinstance(step, Adapt)]
 
     def layout_of(self, fqn: str) -> Layout:

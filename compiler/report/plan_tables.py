@@ -90,6 +90,7 @@ def notes(found: Iterable[Note], *, every_layer: bool) -> Text:
 
 
 def new_table(title: str, *columns: str) -> Table:
+    """A table without rows, as all commands print them."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", title_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -97,6 +98,7 @@ def new_table(title: str, *columns: str) -> Table:
 
 
 def fill_table(table: Table, rows: Iterable[Row], *, every_layer: bool) -> None:
+    """Add the rows, those of alike layers as one unless ``every_layer``."""
     for row in alike_rows(rows, every_layer=every_layer):
         table.add_row(*row)
 

@@ -28,10 +28,12 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
+        """The number of stages."""
         return len(self.placement)
 
     @property
     def num_ranks(self) -> int:
+        """The number of positions in the pipeline."""
         return len(self.actions)
 
     @property

@@ -68,6 +68,7 @@ class Variable:
 
     @property
     def root(self) -> Variable:
+        """The variable that this one is a view of in the end, or itself."""
         variable = self
         while variable.parent is not None:
             variable = variable.parent
@@ -98,6 +99,7 @@ class Recorder:
         self.bind(tensor, Variable(value, buffer=value.fqn if value.kind is ValueKind.BUFFER else None))
 
     def bind(self, tensor: torch.Tensor, variable: Variable) -> None:
+        """Let ``tensor`` stand for a variable."""
         self.variables[id(tensor)] = variable
         self.keep(tensor)
 

@@ -23,10 +23,12 @@ class Scope:
 
     @property
     def path(self) -> str:
+        """The path of the module whose forward runs."""
         return self._stack[-1][0]
 
     @property
     def type_name(self) -> str:
+        """The name of its class."""
         return type(self._stack[-1][1]).__name__
 
     @property

@@ -26,6 +26,7 @@ def user_frame() -> FrameType | None:
 
 
 def location_of(frame: FrameType | None) -> SourceLocation | None:
+    """The line that a frame is at."""
     return SourceLocation(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else None
 
 

@@ -43,6 +43,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
+        """Whether nothing differs by more than rounding."""
         return all(d.excess <= 1.0 for found in self.deviations.values() for d in found)
 
     def __str__(self) -> str:

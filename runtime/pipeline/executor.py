@@ -44,11 +44,13 @@ class InFlight:
         self.peak_of_rank = 0
 
     def hold(self, stage: int) -> None:
+        """One more microbatch holds activations of a stage."""
         self.now[stage] += 1
         self.peak[stage] = max(self.peak[stage], self.now[stage])
         self.peak_of_rank = max(self.peak_of_rank, sum(self.now.values()))
 
     def release(self, stage: int) -> None:
+        """One microbatch of a stage holds nothing any more."""
         self.now[stage] -= 1
 
 

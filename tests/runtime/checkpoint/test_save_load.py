@@ -339,9 +339,7 @@ def test_a_step_that_is_no_count(tmp_path, step):
     with pytest.raises(ConfigError) as caught:
         shardwright.save_checkpoint(tmp_path / "new", Net(), step=step)
     assert str(caught.value) == (
-        f"step={step!r} is no count of steps\n"
-        "  why:   it is a part of the folder's name\n"
-        "  try:   pass an integer from 0 on"
+        f"step={step!r} is no count of steps\n  why:   it is a part of the folder's name\n  try:   pass an integer from 0 on"
     )
     assert not (tmp_path / "new").exists()
     assert shardwright.save_checkpoint(tmp_path, Net(), step=torch.tensor(7)).folder.name == "000001-step-7"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from shardwright.compiler.cost.adapters import step_time
 from shardwright.compiler.cost.communication import estimate
 from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.passes.sharing import MAX_EXACT, STEP_WEIGHT, best_tree, tree_weights, trees, weight
-from shardwright.compiler.plan.conversion import convert
+from shardwright.compiler.plan.conversion import GATHERS, convert
 from shardwright.compiler.plan.patterns import Form, Patterns
 from shardwright.policies.autodist.placement.pieces import Pieces, StepPrices
 from shardwright.policies.autodist.placement.strategies import Ids, LayoutTable, Seconds
@@ -32,17 +33,25 @@ MAX_GOALS = MAX_EXACT - 1
 """No set of wanted layouts is larger, so that every tree is the one lowering finds, whatever the source is."""
 
 
+class Again(Enum):
+    """Which adapters of a value run again in the backward, as parts of recompute regions."""
+
+    NONE = "none"
+    FROM_GATHERS = "those from the first gather on: the others run in front of the region that reads the value"
+    ALL = "all"
+
+
 @dataclass(frozen=True, slots=True)
 class ValueType:
-    """What conversions depend on beside the layouts. ``forwards`` and ``backwards``: how often they run per
-    step. ``is_weight``: it is a parameter, whose pieces are gathered for their uses only.
+    """What conversions depend on beside the layouts. ``microbatches``: how often they run per step. ``is_weight``: it is a
+    parameter, whose pieces are gathered for their uses only.
     """
 
     dtype: torch.dtype
     differentiable: bool
-    forwards: int = 1
-    backwards: int = 1
+    microbatches: int = 1
     is_weight: bool = False
+    again: Again = Again.NONE
 
     @property
     def gathers_again(self) -> bool:
@@ -50,13 +59,57 @@ class ValueType:
         return self.is_weight and self.differentiable
 
 
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of one adapter of a conversion, and whether it gathers."""
+
+    forward_s: float
+    backward_s: float
+    gathers: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """One conversion: its weight among trees, and its seconds. ``gathered_s``: of the forward, from the first gather on."""
+
+    weight: float
+    forward_s: float
+    backward_s: float
+    gathered_s: float
+    gathers: bool
+
+    @classmethod
+    def of(cls, weight: float, steps: Sequence[StepTime]) -> _Pair:
+        first = next((index for index, step in enumerate(steps) if step.gathers), len(steps))
+        return cls(
+            weight,
+            sum(step.forward_s for step in steps),
+            sum(step.backward_s for step in steps),
+            sum(step.forward_s for step in steps[first:]),
+            first < len(steps),
+        )
+
+    def seconds(self, kind: ValueType, *, inside: bool = False) -> float:
+        """Per step. ``inside``: of a copy made where everything is computed again."""
+        again_s = 0.0
+        if kind.again is Again.ALL or (kind.again is Again.FROM_GATHERS and inside):
+            again_s = self.forward_s
+        elif kind.again is Again.FROM_GATHERS:
+            again_s = self.gathered_s
+        return kind.microbatches * (self.forward_s + again_s + self.backward_s)
+
+
 @dataclass(frozen=True, eq=False)
 class _Table:
-    """Conversions between all layouts of a universe, [from, to]."""
+    """Conversions between all layouts of a universe, [from, to]. ``inside``: their seconds from a copy that is computed again
+    itself, if they differ; ``gathers``: which gather something.
+    """
 
     position: dict[int, int]
     weights: Seconds
     seconds: Seconds
+    inside: Seconds | None
+    gathers: npt.NDArray[np.bool_]
 
 
 class Conversions:
@@ -64,7 +117,7 @@ class Conversions:
 
     def __init__(self, mesh: Mesh, ranks: Sequence[int], hardware: Hardware, layouts: LayoutTable) -> None:
         self.mesh, self.ranks, self.hardware, self.layouts = mesh, tuple(ranks), hardware, layouts
-        self._pairs: dict[Hashable, dict[tuple[int, int], tuple[float, float, float]]] = {}
+        self._pairs: dict[Hashable, dict[tuple[int, int], _Pair]] = {}
         self._tables: dict[Hashable, _Table] = {}
         self._prices: dict[Hashable, StepPrices] = {}
         self._names: dict[int, str] = {}
@@ -90,7 +143,13 @@ class Conversions:
 
     def exact(self, kind: ValueType, source: int, goals: LayoutSet) -> float:
         """Seconds of making a value in all of some layouts, however many."""
-        return sum(self.step_s(kind, start, goal) for goal, start in self.tree(kind, source, goals).items())
+        tree = self.tree(kind, source, goals)
+        pairs = {goal: self._pair(kind, start, goal) for goal, start in tree.items()}
+
+        def inside(goal: int) -> bool:
+            return goal in tree and (pairs[goal].gathers or inside(tree[goal]))
+
+        return sum(pairs[goal].seconds(kind, inside=inside(start)) for goal, start in tree.items())
 
     def tree(self, kind: ValueType, source: int, goals: Iterable[int]) -> dict[int, int]:
         """Every layout to be made, to the one it is made from."""
@@ -102,13 +161,12 @@ class Conversions:
         parents = best_tree(table.weights[start, ends], table.weights[np.ix_(ends, ends)])
         return {goal: source if parent < 0 else left[parent] for goal, parent in zip(left, parents, strict=True)}
 
-    def step_s(self, kind: ValueType, source: int, goal: int) -> float:
-        """Seconds of one conversion."""
-        _, forward, backward = self._pair(kind, source, goal)
-        return kind.forwards * forward + kind.backwards * backward
+    def steps(self, kind: ValueType, source: int, goal: int) -> tuple[StepTime, ...]:
+        """The adapters of one conversion, one after the other."""
+        return self._weighed(kind, source, goal)[1]
 
     def gathers(self, kind: ValueType, source: int, goal: int) -> bool:
-        """Whether a conversion gathers something."""
+        """Whether a conversion gathers pieces."""
         layouts = self.layouts[source], self.layouts[goal]
         return any(step.kind == "all_gather" for step in convert(*layouts, self.mesh, differentiable=kind.differentiable))
 
@@ -117,39 +175,40 @@ class Conversions:
         found = self._tables.get(key)
         if found is None:
             size = len(universe)
-            weights, seconds = np.zeros((size, size)), np.zeros((size, size))
+            weights, seconds, gathers = np.zeros((size, size)), np.zeros((size, size)), np.zeros((size, size), dtype=bool)
+            inside = np.zeros((size, size)) if kind.again is Again.FROM_GATHERS else None
             for i, source in enumerate(universe):
                 for j, goal in enumerate(universe):
                     if i != j:
-                        weights[i, j], forward, backward = self._pair(kind, source, goal)
-                        seconds[i, j] = kind.forwards * forward + kind.backwards * backward
-            found = self._tables[key] = _Table({g: i for i, g in enumerate(universe)}, weights, seconds)
+                        pair = self._pair(kind, source, goal)
+                        weights[i, j], seconds[i, j], gathers[i, j] = pair.weight, pair.seconds(kind), pair.gathers
+                        if inside is not None:
+                            inside[i, j] = pair.seconds(kind, inside=True)
+            found = self._tables[key] = _Table({g: i for i, g in enumerate(universe)}, weights, seconds, inside, gathers)
         return found
 
-    def _pair(self, kind: ValueType, source: int, goal: int) -> tuple[float, float, float]:
-        """Weight, forward and backward seconds of one conversion."""
+    def _pair(self, kind: ValueType, source: int, goal: int) -> _Pair:
         pairs = self._pairs.setdefault((kind.dtype, kind.differentiable, kind.is_weight), {})
         found = pairs.get((source, goal))
         if found is None:
-            forms = self._form(source, kind.differentiable), self._form(goal, kind.differentiable)
-            price = self._priced if forms[0].is_static and forms[1].is_static else self._converted
-            found = pairs[source, goal] = price(kind, source, goal)
+            found = pairs[source, goal] = _Pair.of(*self._weighed(kind, source, goal))
         return found
 
-    def _converted(self, kind: ValueType, source: int, goal: int) -> tuple[float, float, float]:
+    def _weighed(self, kind: ValueType, source: int, goal: int) -> tuple[float, tuple[StepTime, ...]]:
+        """The weight of a conversion, and its steps."""
+        forms = self._form(source, kind.differentiable), self._form(goal, kind.differentiable)
+        return (self._priced if forms[0].is_static and forms[1].is_static else self._converted)(kind, source, goal)
+
+    def _converted(self, kind: ValueType, source: int, goal: int) -> tuple[float, tuple[StepTime, ...]]:
         """Step by step; for layouts with sizes that are not known yet."""
         steps = convert(self.layouts[source], self.layouts[goal], self.mesh, differentiable=kind.differentiable)
-        times = [
-            step_time(step, kind.dtype, self.mesh, self.ranks, self.hardware, differentiable=kind.differentiable)
-            for step in steps
-        ]
-        elements = weight(steps, self.mesh, differentiable=kind.differentiable)
-        again = sum(
-            time.forward_s for step, time in zip(steps, times, strict=True) if step.kind == "all_gather" and kind.gathers_again
-        )
-        return elements, sum(time.forward_s for time in times), sum(time.backward_s for time in times) + again
+        times = []
+        for step in steps:
+            time = step_time(step, kind.dtype, self.mesh, self.ranks, self.hardware, differentiable=kind.differentiable)
+            times.append(_step(kind, step.kind, time.forward_s, time.backward_s))
+        return weight(steps, self.mesh, differentiable=kind.differentiable), tuple(times)
 
-    def _priced(self, kind: ValueType, source: int, goal: int) -> tuple[float, float, float]:
+    def _priced(self, kind: ValueType, source: int, goal: int) -> tuple[float, tuple[StepTime, ...]]:
         """The same numbers from the pattern of the pair."""
         differentiable = kind.differentiable
         places, steps = self.patterns.steps(self._form(source, differentiable), self._form(goal, differentiable))
@@ -160,15 +219,9 @@ class Conversions:
             prices = self._prices[key] = StepPrices(
                 tensor, kind.dtype, self.mesh, self.ranks, self.hardware, differentiable=differentiable
             )
-        elements = forward = backward = 0.0
-        for step in steps:
-            price = prices.of(step)
-            elements += price[0]
-            forward += price[1]
-            backward += price[2]
-            if step.kind == "all_gather" and kind.gathers_again:
-                backward += price[1]
-        return elements + STEP_WEIGHT * len(steps), forward, backward  # added as lowering does, for equal ties
+        found = [prices.of(step) for step in steps]
+        times = tuple(_step(kind, step.kind, *price[1:]) for step, price in zip(steps, found, strict=True))
+        return sum(price[0] for price in found) + STEP_WEIGHT * len(steps), times  # added as lowering does, for equal ties
 
     def _form(self, layout: int, differentiable: bool) -> Form:
         found = self._forms.get((layout, differentiable))
@@ -214,8 +267,26 @@ def _trees(table: _Table, source: int, goals: Ids) -> Seconds:
     chosen = np.argmin(tree_weights(table.weights[source, goals], between), axis=-1)
     parents = _parents(num_goals)[chosen]  # [sets, size]
     starts = np.where(parents < 0, source, np.take_along_axis(goals, np.maximum(parents, 0), axis=1))
-    found: Seconds = table.seconds[starts, goals].sum(axis=1)
+    found = table.seconds[starts, goals]
+    if table.inside is not None:
+        again = _computed_again(parents, table.gathers[starts, goals])
+        found = np.where(again, table.inside[starts, goals], found)
+    total: Seconds = found.sum(axis=1)
+    return total
+
+
+def _computed_again(parents: Ids, gathers: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """``[sets, size]``: which copies are made from one that some gather before them makes inside of the region."""
+    found = np.zeros_like(gathers)
+    for _ in range(parents.shape[1] - 1):  # as deep as trees are
+        found = (parents >= 0) & np.take_along_axis(found | gathers, np.maximum(parents, 0), axis=1)
     return found
+
+
+def _step(kind: ValueType, name: str, forward_s: float, backward_s: float) -> StepTime:
+    """The time of one adapter; pieces of weights are gathered once more in the backward."""
+    regathered_s = forward_s if name == "all_gather" and kind.gathers_again else 0.0
+    return StepTime(forward_s, backward_s + regathered_s, name in GATHERS)
 
 
 @functools.cache

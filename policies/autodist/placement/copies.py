@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from shardwright.policies.autodist.placement.conversions import MAX_GOALS, LayoutSet, union
+from shardwright.policies.autodist.placement.emission import OUTSIDE, Place
 from shardwright.policies.autodist.placement.strategies import Ids
 
 MAX_SETS = 128
@@ -14,11 +15,14 @@ MAX_SETS = 128
 
 @dataclass(eq=False)
 class Reader:
-    """Something that reads a value: a node, with the set of layouts each choice wants; or the outside, with one set."""
+    """Something that reads a value: a node, with the set of layouts each choice wants; or the outside, with one set. ``place``:
+    of the operator, or the end.
+    """
 
     node: int | None
     wants: tuple[LayoutSet, ...]
     key: Hashable
+    place: Place = OUTSIDE
 
 
 @dataclass(eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwright.compiler.ir.op import IROp
@@ -11,6 +11,7 @@ from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.plan.blocks import container_of
 from shardwright.compiler.plan.conversion import canonical
 from shardwright.policies.autodist.placement.copies import Maker, Reader
+from shardwright.policies.autodist.placement.emission import Place
 from shardwright.policies.autodist.placement.formulation import Node, OpNode
 from shardwright.policies.autodist.placement.pricing import Pricing
 from shardwright.policies.autodist.placement.request import PlacementRequest
@@ -20,12 +21,13 @@ from shardwright.runtime.layout import Layout
 
 @dataclass(eq=False)
 class Draft:
-    """What a request's problem has so far. ``homes``: by node the module path it belongs to; ``costs``, ``edges`` and
-    ``usage``, by node the bytes of each choice, are as in the problem.
+    """What a request's problem has so far. ``places``: of operators, by name; ``homes``: by node the module path it belongs to;
+    ``costs``, ``edges`` and ``usage``, by node the bytes of each choice, are as in the problem.
     """
 
     request: PlacementRequest
     pricing: Pricing
+    places: Mapping[str, Place]
     nodes: list[Node] = field(default_factory=list)
     homes: list[str] = field(default_factory=list)
     costs: list[Seconds] = field(default_factory=list)
@@ -45,8 +47,12 @@ class Draft:
 
     def forwards(self, op: IROp) -> int:
         """How often an operator's forward runs per step: twice where it is computed again in the backward."""
-        again = op.region is not None and not self.request.config.inference_only
-        return self.request.microbatches * (2 if again else 1)
+        return self.request.microbatches * (2 if self.places[op.name].runs_again else 1)
+
+    def stretch_of(self, node: int | None) -> int | None:
+        """The stretch of operators that a node belongs to; None where it is no operator."""
+        found = self.nodes[node] if node is not None else None
+        return self.places[found.op.name].stretch if isinstance(found, OpNode) else None
 
     def op_cost(self, op: IROp, menu: Menu) -> Seconds:
         """Seconds per step of every choice of an operator."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue
-from shardwright.policies.autodist.placement.conversions import Conversions, LayoutSet, ValueType, union
+from shardwright.policies.autodist.placement.conversions import Conversions, LayoutSet, ValueType
+from shardwright.policies.autodist.placement.emission import Uses
 from shardwright.policies.autodist.placement.strategies import Ids, LayoutTable, Menu, Seconds
 from shardwright.policies.autodist.solver.problem import Problem, evaluate
 
@@ -34,12 +35,11 @@ class StoreNode:
 
 @dataclass(frozen=True, eq=False)
 class CopiesNode:
-    """A value with several readers; its choices are sets of layouts. ``readers``: nodes, and what each choice wants."""
+    """A value with several readers; its choices are sets of layouts."""
 
     value: IRValue
     sets: tuple[LayoutSet, ...]
-    readers: tuple[tuple[int, tuple[LayoutSet, ...]], ...]
-    fixed: LayoutSet
+    uses: Uses
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,20 +53,19 @@ class RelayNode:
     kind: ValueType
     layouts: tuple[int, ...]
     maker: tuple[int | None, Ids]
-    readers: tuple[tuple[int, tuple[LayoutSet, ...]], ...]
-    fixed: LayoutSet
+    uses: Uses
 
 
 @dataclass(frozen=True, eq=False)
-class WeightUse:
-    """One reader of a parameter that has several. ``place``: module path and region, for which a weight in pieces is gathered;
-    ``paid``: [stores, choices of the reader], what the problem says.
+class SpreadValue:
+    """A value that a recompute region reads and something else too, so that the choices of all readers together decide which
+    adapters run again. The problem says what they cost if none does, :meth:`Formulation.cost` what they cost. ``paid``: as the
+    problem has it, [choices of the maker, choices of ``node``].
     """
 
-    reader: int
-    kind: ValueType
-    wants: tuple[LayoutSet, ...]
-    place: tuple[str, str | None]
+    uses: Uses
+    maker: tuple[int | None, Ids]
+    node: int
     paid: Seconds
 
 
@@ -74,12 +73,13 @@ class WeightUse:
 class SharedWeight:
     """A parameter with several readers. Each place gathers pieces for itself, which is what it pays; of any other copy, which
     is made once, every reader pays its share, as of a :class:`SharedValue`. ``sources``: what each choice stores it as;
-    ``conversions``: on the mesh that it is stored on.
+    ``conversions``: on the mesh that it is stored on. ``paid``: by reader, [stores, its choices], what the problem says.
     """
 
     store: int
     sources: tuple[int, ...]
-    uses: tuple[WeightUse, ...]
+    uses: Uses
+    paid: tuple[Seconds, ...]
     conversions: Conversions
 
 
@@ -91,10 +91,8 @@ class SharedValue:
     """
 
     value: IRValue
-    kind: ValueType
     source: int
-    fixed: LayoutSet
-    readers: tuple[tuple[int, tuple[LayoutSet, ...]], ...]
+    uses: Uses
     shares: tuple[Seconds, ...]
 
 
@@ -107,6 +105,7 @@ class Formulation:
 
     ``restricted``: values whose copies were restricted to fewer sets. ``shared``: values priced by shares; the operators that
     make them are computed on every rank. ``slack``: by how much all plans may be cheaper for that than the problem says.
+    ``spread``: values with adapters that may run again.
     """
 
     problem: Problem
@@ -116,6 +115,7 @@ class Formulation:
     restricted: tuple[str, ...]
     shared: tuple[SharedValue, ...]
     weights: tuple[SharedWeight, ...]
+    spread: tuple[SpreadValue, ...]
     slack: float
     graph: IRGraph
 
@@ -123,47 +123,38 @@ class Formulation:
         """Seconds per step of a settled choice, exactly."""
         total = evaluate(self.problem, choice)
         for item in self.shared:
-            wanted = union([item.fixed, *(wants[choice[reader]] for reader, wants in item.readers)])
-            paid = sum(float(share[choice[reader]]) for (reader, _), share in zip(item.readers, item.shares, strict=True))
-            total += self.conversions.exact(item.kind, item.source, wanted) - paid
+            shares = zip(item.uses.readers, item.shares, strict=True)
+            paid = sum(float(share[choice[reader]]) for (reader, _, _), share in shares)
+            total += item.uses.seconds(self.conversions, item.source, choice) - paid
         for index, node in enumerate(self.nodes):
             if isinstance(node, RelayNode):
                 total += self._relayed(node, node.layouts[choice[index]], choice)
-        return total + sum(self._uses_of(item, choice) for item in self.weights)
-
-    def _uses_of(self, item: SharedWeight, choice: Sequence[int]) -> float:
-        """What the adapters of a parameter cost beyond what the problem says."""
-        source, conversions = item.sources[choice[item.store]], item.conversions
-        wants = [(use.wants[choice[use.reader]], use) for use in item.uses]
-        tree = conversions.tree(item.uses[0].kind, source, union(want for want, _ in wants))
-        made: set[tuple[int, object]] = {(source, None)}
-
-        def make(goal: int, use: WeightUse) -> float:
-            if (goal, None) in made or (goal, use.place) in made:
-                return 0.0
-            start = tree[goal]
-            seconds = make(start, use) + conversions.step_s(use.kind, start, goal)
-            everywhere = (start, None) in made and not conversions.gathers(use.kind, start, goal)
-            made.add((goal, None if everywhere else use.place))
-            return seconds
-
-        exact = sum(make(goal, use) for want, use in wants for goal in want)
-        return exact - sum(float(use.paid[choice[item.store], choice[use.reader]]) for _, use in wants)
+        for spread in self.spread:
+            maker, gives = spread.maker
+            row = 0 if maker is None else choice[maker]
+            exact = spread.uses.seconds(self.conversions, int(gives[row]), choice)
+            total += exact - float(spread.paid[row, choice[spread.node]])
+        for weight in self.weights:
+            stored = choice[weight.store]
+            read = zip(weight.uses.readers, weight.paid, strict=True)
+            paid = sum(float(table[stored, choice[reader]]) for (reader, _, _), table in read)
+            total += weight.uses.seconds(weight.conversions, weight.sources[stored], choice) - paid
+        return total
 
     def _relayed(self, node: RelayNode, relay: int, choice: Sequence[int]) -> float:
         """What the adapters of a value cost beyond what the problem says."""
         maker, gives = node.maker
         source = int(gives[0 if maker is None else choice[maker]])
-        wants = [*([node.fixed] if node.fixed else []), *(wants[choice[reader]] for reader, wants in node.readers)]
+        wants = [wants[choice[reader]] for reader, wants, _ in node.uses.readers]
+        wants += [node.uses.fixed] if node.uses.fixed else []
         exact = self.conversions.exact
         paid = exact(node.kind, source, (relay,)) + sum(exact(node.kind, relay, want) for want in wants)
-        return exact(node.kind, source, union(wants)) - paid
+        return node.uses.seconds(self.conversions, source, choice) - paid
 
     def settle(self, choice: Sequence[int]) -> tuple[int, ...]:
         """The same choice of operators and stores, with exactly the copies that they want."""
         settled = list(choice)
         for index, node in enumerate(self.nodes):
             if isinstance(node, CopiesNode):
-                wanted = union([node.fixed, *(wants[choice[reader]] for reader, wants in node.readers)])
-                settled[index] = node.sets.index(wanted)
+                settled[index] = node.sets.index(node.uses.wanted(choice))
         return tuple(settled)

@@ -19,6 +19,9 @@ as lowering emits them; the reduction of every parameter's gradient, and the opt
 - between a store and each of the several readers of a parameter (:meth:`Values._weight`); on the readers of a value that many
   blocks read (:meth:`Values._share`): shares, which :meth:`Formulation.cost` makes exact.
 
+What recompute regions hold runs again, adapters as far as emission leaves them there (``emission.py``). Where that depends on
+what several readers choose, the problem has them run once (:meth:`Values._spread`); :meth:`Formulation.cost` makes it exact.
+
 Constraints: inputs arrive and outputs leave in given layouts (:meth:`_Builder._leave`, :func:`stores.add_sources`); what a user
 pinned leaves an operator fewer choices (``constraints.py``); the memory of a rank is a row
 (:meth:`_Builder._rows`).
@@ -41,6 +44,7 @@ from shardwright.policies.autodist.placement.activations import Activations
 from shardwright.policies.autodist.placement.constraints import allowed_strategies
 from shardwright.policies.autodist.placement.copies import Maker, Reader
 from shardwright.policies.autodist.placement.draft import Draft
+from shardwright.policies.autodist.placement.emission import places
 from shardwright.policies.autodist.placement.formulation import Formulation, OpNode
 from shardwright.policies.autodist.placement.pricing import Pricing
 from shardwright.policies.autodist.placement.request import PlacementRequest
@@ -54,8 +58,9 @@ from shardwright.runtime.layout import Layout
 
 def formulate(request: PlacementRequest, pricing: Pricing | None = None) -> Formulation:
     """The problem of a request. ``pricing`` may be shared by requests for one mesh, ranks, hardware and times."""
-    draft = Draft(request, pricing or Pricing(request))
-    return _Builder(draft, _as_lowered(request)).build()
+    graph = _as_lowered(request)
+    draft = Draft(request, pricing or Pricing(request), places(graph, trains=not request.config.inference_only))
+    return _Builder(draft, graph).build()
 
 
 def _as_lowered(request: PlacementRequest) -> IRGraph:
@@ -96,6 +101,7 @@ class _Builder:
             tuple(values.restricted),
             tuple(values.shared),
             tuple(values.weights),
+            tuple(values.spread),
             self._slack(values),
             replace(graph, eval_graph=None),
         )
@@ -122,7 +128,7 @@ class _Builder:
         for value in dict.fromkeys(op.operands):
             positions = tuple(i for i, operand in enumerate(op.operands) if operand == value)
             wants = tuple(tuple(sorted(set(row))) for row in menu.operands[:, positions].tolist())
-            self._reads(value, Reader(index, wants, (id(menu), positions)))
+            self._reads(value, Reader(index, wants, (id(menu), positions), self.draft.places[op.name]))
 
     def _reads(self, value: IRValue, reader: Reader) -> None:
         self.readers.setdefault(value.name, []).append(reader)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from shardwright.compiler.plan.program import Declaration
 from shardwright.compiler.plan.zero import in_pieces, is_large, units_of_storage
 from shardwright.policies.autodist.placement.copies import Maker, Reader
 from shardwright.policies.autodist.placement.draft import Draft
+from shardwright.policies.autodist.placement.emission import Place
 from shardwright.policies.autodist.placement.formulation import StoreNode
 from shardwright.policies.autodist.placement.strategies import Seconds, too_mixed, used
 from shardwright.runtime.layout import Layout, Mesh
@@ -115,10 +116,13 @@ def _in_pieces(draft: Draft, value: IRValue, layout: Layout, readers: Sequence[R
     if zero > 1:
         return stored, mesh, 0.0
     seconds = 0.0
-    places = {(node.op.module_path, node.op.region): draft.forwards(node.op) for node in draft.operators(readers)}
+    places: dict[Hashable, set[Place]] = {}
+    for reader in readers:
+        places.setdefault(reader.place.module, set()).add(reader.place)
+    # what several stretches of one module read is gathered in front of the first
+    runs = [2 if len(own) == 1 and next(iter(own)).runs_again else 1 for own in places.values()]
     for step in convert(stored, layout, mesh):
         time = step_time(step, value.dtype, mesh, request.ranks, request.hardware)
         again = time.forward_s if step.kind == "all_gather" else 0.0
-        for forwards in places.values():
-            seconds += forwards * time.forward_s + request.microbatches * (time.backward_s + again)
+        seconds += request.microbatches * sum(count * time.forward_s + time.backward_s + again for count in runs)
     return stored, mesh, seconds

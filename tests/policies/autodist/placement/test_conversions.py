@@ -43,6 +43,9 @@ def test_patterns_cost_what_the_steps_cost(mesh: str, is_weight: bool) -> None:
         for source in layouts:
             for goal in layouts:
                 if source != goal:
-                    assert conversions._priced(kind, source, goal) == pytest.approx(
-                        conversions._converted(kind, source, goal), rel=1e-12, abs=0
-                    )
+                    priced, converted = (price(kind, source, goal) for price in (conversions._priced, conversions._converted))
+                    assert priced[0] == pytest.approx(converted[0], rel=1e-12, abs=0)
+                    assert [step.gathers for step in priced[1]] == [step.gathers for step in converted[1]]
+                    for one, other in zip(priced[1], converted[1], strict=True):
+                        both = [(step.forward_s, step.backward_s) for step in (one, other)]
+                        assert both[0] == pytest.approx(both[1], rel=1e-12, abs=0)

@@ -1,0 +1,147 @@
+"""Where lowering puts the adapters of one value, and how often each of them runs.
+
+A copy is made for the first operator that reads it, in the recompute region of that operator. What emission does with regions
+(:mod:`shardwright.compiler.plan.blocks`) decides which of its adapters run again in the backward: of a value from outside those
+run in front of the region that something after it reads too, and, but for weights, those before the first gather.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.policies.autodist.placement.conversions import Again, Conversions, LayoutSet, ValueType, union
+
+END = sys.maxsize
+"""The stretch of what is made for the outside, after all operators."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an operator stands. ``stretch``: the number of its stretch, consecutive operators of one recompute region or none;
+    ``runs_again``: whether that is computed again; ``module``: path and region, for which pieces of a weight are gathered.
+    """
+
+    stretch: int
+    runs_again: bool
+    module: tuple[str, str | None]
+
+
+OUTSIDE = Place(END, False, ("", None))
+
+
+def places(graph: IRGraph, *, trains: bool) -> dict[str, Place]:
+    """By operator of a graph whose recompute regions are marked."""
+    found = {}
+    for stretch, (region, ops) in enumerate(groupby(graph.ops, lambda op: op.region)):
+        for op in ops:
+            found[op.name] = Place(stretch, region is not None and trains, (op.module_path, region))
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Uses:
+    """The readers of a value. ``made_in``: the stretch of what makes it, None for a parameter or an input; ``stays``: whether
+    its adapters stay in a region that alone reads it, as those of weights do. ``readers``: in the order of the program, the
+    node, what each choice wants, and the place; ``fixed``: what the outside wants.
+    """
+
+    kind: ValueType
+    made_in: int | None
+    stays: bool
+    readers: tuple[tuple[int, tuple[LayoutSet, ...], Place], ...]
+    fixed: LayoutSet
+
+    def again(self) -> Again | None:
+        """Which adapters run again, whatever readers choose; None where that depends on their choices."""
+        stretches = {place.stretch for _, _, place in self.readers} | ({END} if self.fixed else set())
+        if not any(place.runs_again for _, _, place in self.readers):
+            return Again.NONE
+        if len(stretches) > 1:
+            return None
+        return Again.ALL if self.stays or self.made_in in stretches else Again.FROM_GATHERS
+
+    def wanted(self, choice: Sequence[int]) -> LayoutSet:
+        """All layouts that readers want by their choices."""
+        return union([self.fixed, *(wants[choice[node]] for node, wants, _ in self.readers)])
+
+    def seconds(self, conversions: Conversions, source: int, choice: Sequence[int]) -> float:
+        """Per step, of all adapters of the value, made as ``source``, by the choices of its readers."""
+        wishes = [(wants[choice[node]], place) for node, wants, place in self.readers]
+        if self.fixed:
+            wishes.append((self.fixed, OUTSIDE))
+        emission = _Emission(self, conversions, source, wishes)
+        return self.kind.microbatches * sum(emission.seconds(copy) for copy in emission.copies)
+
+
+@dataclass(eq=False)
+class _Copy:
+    """One copy of the value. ``last``: the last stretch that reads it, or one made of it where it is made; ``is_inside``:
+    whether it is made by what runs again.
+    """
+
+    layout: int
+    place: Place
+    start: _Copy | None = None
+    last: int = -1
+    is_inside: bool = False
+
+
+@dataclass(eq=False)
+class _Emission:
+    """The copies of a value in the order they are made, as :mod:`shardwright.compiler.passes.lower` makes them."""
+
+    uses: Uses
+    conversions: Conversions
+    source: int
+    wishes: Sequence[tuple[LayoutSet, Place]]
+    copies: list[_Copy] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        kind = self.uses.kind
+        self.tree: Mapping[int, int] = self.conversions.tree(kind, self.source, union(wants for wants, _ in self.wishes))
+        made_in = -1 if self.uses.made_in is None else self.uses.made_in
+        root = _Copy(self.source, Place(made_in, False, ("", None)), is_inside=True)
+        self.known: dict[tuple[int, object], _Copy] = {(self.source, None): root}
+        for wants, place in self.wishes:
+            self._read(wants, place)
+        for copy in reversed(self.copies):
+            assert copy.start is not None
+            same = copy.start.place.stretch == copy.place.stretch
+            copy.start.last = max(copy.start.last, copy.place.stretch, copy.last if same else -1)
+
+    def _read(self, wants: Iterable[int], place: Place) -> None:
+        for layout in wants:
+            copy = self._make(layout, place)
+            if place is not OUTSIDE:
+                copy.last = max(copy.last, place.stretch)
+
+    def _make(self, layout: int, place: Place) -> _Copy:
+        found = self.known.get((layout, None)) or self.known.get((layout, place.module))
+        if found is not None:
+            return found
+        start = self._make(self.tree[layout], place)
+        copy = _Copy(layout, place, start)
+        self.copies.append(copy)
+        kind = self.uses.kind
+        gathers = kind.is_weight and self.conversions.gathers(kind, start.layout, layout)
+        everywhere = (start.layout, None) in self.known and not gathers
+        self.known[layout, None if everywhere else place.module] = copy
+        return copy
+
+    def seconds(self, copy: _Copy) -> float:
+        """Per microbatch, of the adapters of one copy; of those before it first."""
+        start, place = copy.start, copy.place
+        assert start is not None
+        inside = start.is_inside and start.place.stretch == place.stretch
+        is_shared = copy.last > place.stretch
+        total = 0.0
+        for step in self.conversions.steps(self.uses.kind, start.layout, copy.layout):
+            stays = self.uses.stays or step.gathers
+            inside = place.runs_again and (inside or (stays and not is_shared))
+            total += (2 if inside else 1) * step.forward_s + step.backward_s
+        copy.is_inside = inside
+        return total

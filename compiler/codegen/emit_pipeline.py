@@ -59,8 +59,7 @@ def emit_pipeline(
             rank=rank,
             coords=", ".join(where),
             actions={
-                name: wrap_actions(" ".join(map(str, schedule.actions[positions[rank]])))
-                for name, schedule in (("train", train), ("infer", infer))
+                name: wrap_actions(schedule.texts[positions[rank]]) for name, schedule in (("train", train), ("infer", infer))
             },
             segments={body: [_segment(p, index, rank) for index in own] for body, p in _named_bodies(program)},
             seed=seed,

@@ -46,9 +46,14 @@ class Schedule:
         """The stages on ``rank``, ascending."""
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The actions of each rank as text, ``0F0 0F1 0B0 0B1``: what option ``actions`` of the policies takes."""
+        return tuple(" ".join(map(str, actions)) for actions in self.actions)
+
     def __str__(self) -> str:
         """One line per rank: ``rank 0: 0F0 0F1 0B0 0B1``."""
-        return "\n".join(f"rank {rank}: {' '.join(map(str, actions))}" for rank, actions in enumerate(self.actions))
+        return "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(self.texts))
 
 
 def looped_placement(num_ranks: int, chunks: int = 1) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as checkpointing
 
-from shardwright.compiler.trace.scope import Scope
+from shardwright.compiler.trace.running_modules import RunningModules
 from shardwright.runtime.errors import TraceError
 
 
@@ -35,7 +35,7 @@ def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
 
 @contextmanager
 def patched(
-    scope: Scope,
+    running: RunningModules,
     apply_function: Callable[..., Any],
     note_training: Callable[[], None],
     real_values: Callable[[torch.Tensor], torch.Tensor | None],
@@ -45,7 +45,7 @@ def patched(
     """
     with ExitStack() as stack:
         stack.enter_context(_functions_applied_by(apply_function))
-        stack.enter_context(_checkpoints_traced_through(scope))
+        stack.enter_context(_checkpoints_traced_through(running))
         stack.enter_context(_scripts_inlined())
         stack.enter_context(_training_watched(note_training))
         stack.enter_context(_constants_readable(real_values))
@@ -92,17 +92,17 @@ def _functions_applied_by(apply_function: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _checkpoints_traced_through(scope: Scope) -> Iterator[None]:
+def _checkpoints_traced_through(running: RunningModules) -> Iterator[None]:
     """Both modes of ``torch.utils.checkpoint`` just run the function, in a recompute region."""
 
     class Reentrant:
         @staticmethod
         def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-            with scope.recompute():
+            with running.recompute():
                 return function(*args)
 
     def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
-        with scope.recompute():
+        with running.recompute():
             yield
 
     with (

@@ -17,7 +17,7 @@ from shardwright.compiler.trace.autocast import autocast_dtype
 from shardwright.compiler.trace.dynamic import Dynamic
 from shardwright.compiler.trace.naming import Namer
 from shardwright.compiler.trace.normalise import bind
-from shardwright.compiler.trace.scope import Scope
+from shardwright.compiler.trace.running_modules import RunningModules
 from shardwright.compiler.trace.source import assigned_names, location_of, user_frame
 from shardwright.runtime.errors import TraceError
 
@@ -78,8 +78,8 @@ class Variable:
 class Recorder:
     """Collects operators; tensors are known by identity and kept alive for that."""
 
-    def __init__(self, scope: Scope, dynamic: Dynamic) -> None:
-        self.scope = scope
+    def __init__(self, running: RunningModules, dynamic: Dynamic) -> None:
+        self.running = running
         self.dynamic = dynamic
         self.names = Namer()
         self.ops: list[IROp] = []
@@ -146,10 +146,10 @@ class Recorder:
                 target=bound.target,
                 args=bound.args,
                 results=tuple(values),
-                module_path=self.scope.path,
-                module_type=self.scope.type_name,
+                module_path=self.running.path,
+                module_type=self.running.type_name,
                 source=location_of(frame),
-                region=self.scope.region,
+                region=self.running.region,
                 autocast=autocast_dtype(),
                 grad_enabled=torch.is_grad_enabled(),
             )
@@ -186,13 +186,13 @@ class Recorder:
         """The words that results are named by: the module's path, and the user's variable or the operator."""
         if self._label is not None:
             return [self._label] * count
-        scope = self.scope.path
-        if self.scope.is_leaf and scope:
-            return [scope] * count
-        assigned = () if self.scope.is_library else assigned_names(frame)
+        path = self.running.path
+        if self.running.is_leaf and path:
+            return [path] * count
+        assigned = () if self.running.is_library else assigned_names(frame)
         if len(assigned) == count:
-            return [f"{scope}.{name}" for name in assigned]
-        return [f"{scope}.{assigned[0] if len(assigned) == 1 else word}"] * count
+            return [f"{path}.{name}" for name in assigned]
+        return [f"{path}.{assigned[0] if len(assigned) == 1 else word}"] * count
 
     # arguments
 
@@ -230,5 +230,5 @@ class Recorder:
     def where(self, frame: FrameType | None = None) -> str:
         """The user's file and line that runs now, and the module it runs for."""
         location = location_of(frame or user_frame())
-        module = f"{self.scope.path or '(root)'} ({self.scope.type_name})"
+        module = f"{self.running.path or '(root)'} ({self.running.type_name})"
         return f"{location} in {module}" if location else module

@@ -28,7 +28,7 @@ from shardwright.compiler.trace.fakes import (
 )
 from shardwright.compiler.trace.patches import patched
 from shardwright.compiler.trace.recorder import Recorder, Variable
-from shardwright.compiler.trace.scope import Scope
+from shardwright.compiler.trace.running_modules import RunningModules
 from shardwright.compiler.trace.source import location_of_error
 from shardwright.compiler.trace.structure import input_tree, output_tree
 from shardwright.compiler.trace.tracer import Tracer
@@ -63,8 +63,8 @@ class _Run:
     def __init__(self, module: torch.nn.Module, arguments: Arguments, dynamic_dims: DynamicDims, name: str) -> None:
         self.module, self.arguments, self.name = module, arguments, name
         self.dynamic = Dynamic(dynamic_dims, arguments.tensor_shapes())
-        self.scope = Scope(module)
-        self.recorder = Recorder(self.scope, self.dynamic)
+        self.running = RunningModules(module)
+        self.recorder = Recorder(self.running, self.dynamic)
         self.mode = TraceMode(allow_non_fake_inputs=True, shape_env=self.dynamic.env)
         self.constants = Constants(self.recorder, self.mode, module)
         self.recorder.make_constant = self.mode.lift = self.constants.fake
@@ -143,8 +143,8 @@ class _Run:
                 if self.dynamic.env is not None:  # some kernels take sizes as numbers; their Python forms do not
                     stack.enter_context(enable_python_dispatcher())
                 stack.enter_context(one_autocast(self.autocast))
-                stack.enter_context(patched(self.scope, tracer.apply_function, note_training, self.constants.real))
-                stack.enter_context(self.scope.followed())
+                stack.enter_context(patched(self.running, tracer.apply_function, note_training, self.constants.real))
+                stack.enter_context(self.running.followed())
                 stack.enter_context(tracer)
                 return self.module(**arguments)
         except ShardwrightError:

@@ -9,6 +9,7 @@ from schedules import schedules_of
 from shardwright.compiler.schedule import files
 from shardwright.compiler.schedule.files import from_csv, from_json, load_schedule, save_schedule, to_csv, to_json
 from shardwright.compiler.schedule.generate import SCHEDULES, generate
+from shardwright.compiler.schedule.planned import by_hand
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.validate import validate
 from shardwright.runtime.errors import PlanError
@@ -28,6 +29,7 @@ def test_files_by_suffix(tmp_path: Path, suffix: str) -> None:
     save_schedule(schedule, path)
     assert load_schedule(path) == schedule
     assert load_schedule(str(path)) == schedule
+    assert by_hand(load_schedule(path).texts).actions == schedule.actions
 
 
 def test_json_for_people() -> None:

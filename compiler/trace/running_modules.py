@@ -10,7 +10,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 
-class Scope:
+class RunningModules:
     """The stack of running modules, followed by global forward hooks."""
 
     def __init__(self, root: torch.nn.Module) -> None:

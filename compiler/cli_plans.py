@@ -16,6 +16,7 @@ from shardwright.compiler.cli_request import (
     add_machine,
     add_model,
     make_console,
+    on_machine,
     read_dtype,
     read_plan_request,
 )
@@ -55,10 +56,11 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
 
 def _simulate(options: argparse.Namespace) -> int:
     policy, config = read_plan_request(options)
-    hardware = load_hardware(options.hardware, config.runtime_ngpus)
+    machine, config = on_machine(options, policy, config)
+    hardware = load_hardware(machine, config.runtime_ngpus)
     graph = _traced(options, config)
     compiled = compile_graph(graph, policy.apply, config, policy_name=policy.name)
-    times = load_times(options.hardware)
+    times = load_times(machine)
     cost = audit(compiled.program, compiled.config, hardware, times=times, num_microbatches=options.microbatches)
     print(cost.dumps() if options.json else cost)
     if options.html is not None:

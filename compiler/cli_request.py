@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +16,9 @@ from shardwright.policies.policy import Policy
 from shardwright.policies.registry import find_policy, policy_names
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, did_you_mean
+
+HARDWARE = "a100-80gb"
+"""The machine where none is named."""
 
 PIPE_WIDTH = 160
 """Columns of output that goes to no terminal."""
@@ -61,11 +65,38 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
 def add_machine(parser: argparse.ArgumentParser, *, html: bool = True) -> None:
     """Arguments for the machine that a plan is for, and for where a page goes."""
     parser.add_argument("--dtype", help="as if the module had been cast to this dtype: bfloat16, ...")
-    parser.add_argument(
-        "--hardware", default="a100-80gb", metavar="NAME|FILE", help="a preset or a hardware file (default: %(default)s)"
-    )
+    parser.add_argument("--hardware", metavar="NAME|FILE", help=f"a preset or a hardware file (default: {HARDWARE})")
     if html:
         parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")
+
+
+def on_machine(options: argparse.Namespace, policy: Policy, config: ComputeConfig) -> tuple[str, ComputeConfig]:
+    """The machine that a command line names, and the config with it where the policy plans for one.
+
+    Raises :class:`ConfigError` if ``--hardware`` and the policy's option of that name say different things.
+    """
+    takes = policy.options is not None and any(field.name == "hardware" for field in fields(policy.options))
+    if not takes:
+        return options.hardware or HARDWARE, config
+    config = with_options(config, {"--hardware": ("hardware", options.hardware)})
+    name = str(config.pas_config.get("hardware", HARDWARE))
+    return name, replace(config, pas_config={**config.pas_config, "hardware": name})
+
+
+def with_options(config: ComputeConfig, given: Mapping[str, tuple[str, object]]) -> ComputeConfig:
+    """The config with options of the policy that have arguments of their own, by argument; those that are None are left out.
+
+    Raises :class:`ConfigError` for one that ``--set`` gives another value.
+    """
+    named = {argument: (name, value) for argument, (name, value) in given.items() if value is not None}
+    for argument, (name, value) in named.items():
+        if config.pas_config.get(name, value) != value:
+            raise ConfigError(
+                f"{argument} and --set pas_config.{name} say different things",
+                why=f"{value!r} and {config.pas_config[name]!r}",
+                hint=f"leave out one of them; {argument} is enough",
+            )
+    return replace(config, pas_config={**config.pas_config, **dict(named.values())})
 
 
 def read_plan_request(options: argparse.Namespace) -> tuple[Policy, ComputeConfig]:

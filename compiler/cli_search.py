@@ -14,8 +14,10 @@ from shardwright.compiler.cli_request import (
     add_model_target,
     add_ranks,
     make_console,
+    on_machine,
     read_dtype,
     read_plan_request,
+    with_options,
 )
 from shardwright.compiler.cli_targets import load_model
 from shardwright.compiler.plan.named import split_dim_names
@@ -62,15 +64,16 @@ def _add_batch(parser: argparse.ArgumentParser) -> None:
 def _asked(options: argparse.Namespace) -> PlanSearch:
     """What a search is asked for on a command line."""
     source, dummy_args = load_model(options.target, options.args)
-    _, config = read_plan_request(options)
-    given: dict[str, object] = {**config.pas_config, "hardware": options.hardware}
-    if options.global_batch is not None:
-        given["global_batch"] = options.global_batch
-    if options.microbatch is not None:
-        given["microbatch"] = read_sizes_listed(options.microbatch)
-    if options.batch_dims is not None:
-        given["batch_dims"] = read_batch_dims(options.batch_dims)
-    config = replace(config, pas_config=given)
+    policy, config = read_plan_request(options)
+    _, config = on_machine(options, policy, config)
+    config = with_options(
+        config,
+        {
+            "--global-batch": ("global_batch", options.global_batch),
+            "--microbatch": ("microbatch", None if options.microbatch is None else read_sizes_listed(options.microbatch)),
+            "--batch-dims": ("batch_dims", None if options.batch_dims is None else read_batch_dims(options.batch_dims)),
+        },
+    )
     return PlanSearch.of(source.make(), dummy_args, config, module_dtype=read_dtype(options.dtype))
 
 

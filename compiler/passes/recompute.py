@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.plan.check import suggestion
 from shardwright.runtime.errors import PlanError
 
 
@@ -40,6 +41,7 @@ def mark_recompute(graph: IRGraph, patterns: Sequence[str], stages: Mapping[str,
         if pattern not in matched:
             raise PlanError(
                 f"recompute names {pattern!r}, but no operator belongs to such a module",
-                hint="give module paths as in named_modules(), with * for any one name: 'model.layers.*'",
+                hint=(None if "*" in pattern else suggestion(pattern, {op.module_path for op in graph.ops if op.module_path}))
+                or "give module paths as in named_modules(), with * for any one name: 'model.layers.*'",
             )
     return replace(graph, ops=ops)

@@ -21,7 +21,7 @@ from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.plan.conversion import GATHERS
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
 
-_CONTAINER = re.compile(r"^(?P<prefix>.*?)\.?(?P<index>\d+)(?:\.|$)")
+_CONTAINER = re.compile(r"^(?:(?P<prefix>.*?)\.)?(?P<index>\d+)(?:\.|$)")
 MIN_RUN = 6
 """Shorter runs stay inline: a call would not make the file shorter."""
 
@@ -54,9 +54,9 @@ Item = Instruction | Run
 
 
 def container_of(module_path: str) -> tuple[str, int] | None:
-    """``transformer.h.0.attn`` -> ``("transformer.h", 0)``."""
+    """``transformer.h.0.attn`` -> ``("transformer.h", 0)``; None of ``down.conv1``: a number that is only part of a name."""
     match = _CONTAINER.match(module_path)
-    return (match["prefix"], int(match["index"])) if match else None
+    return (match["prefix"] or "", int(match["index"])) if match else None
 
 
 def reads(instruction: Instruction) -> tuple[IRValue, ...]:

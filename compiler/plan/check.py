@@ -13,6 +13,9 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.runtime.errors import PlanError, did_you_mean
 from shardwright.runtime.layout import Layout, Mesh
 
+NAMES_SHOWN = 5
+"""Of those that a wrong name is part of."""
+
 
 def check_names(graph: IRGraph, plan: Plan) -> None:
     """Raise :class:`PlanError` if the plan speaks of operators, tensors, inputs or outputs that the graph does not have."""
@@ -120,7 +123,11 @@ def _check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str | None:
-    """A hint for a name that is not among ``known``: the closest one, or all where they are few."""
+    """A hint for a name that is not among ``known``: the closest one, some that it is part of, or all where they are few."""
     known = tuple(known)
     close = difflib.get_close_matches(name, known, n=1)
+    containing = sorted(other for other in known if name and name in other)
+    if not close and containing:
+        more = f" and {len(containing) - NAMES_SHOWN} more" if len(containing) > NAMES_SHOWN else ""
+        return f"names that contain it: {', '.join(map(repr, containing[:NAMES_SHOWN]))}{more}"
     return did_you_mean(name, known) if close or 0 < len(known) <= 20 else None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardwright.compiler.schedule.generate import SCHEDULES
+from shardwright.policies.autodist.candidates import AXIS_NAMES
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.layout import Mesh
@@ -63,6 +64,7 @@ class AutodistOptions:
     load_plan: str | None = None
 
     def __post_init__(self) -> None:
+        _check_amounts(self)
         if self.save_plan is not None and self.load_plan is not None:
             raise ConfigError(
                 "policy 'autodist' has save_plan and load_plan",
@@ -87,6 +89,28 @@ class AutodistOptions:
             )
 
 
+COUNTS = ("max_axes", "max_split", "num_microbatches", "num_stages", "chunks", "update_freq", "global_batch")
+"""Options that count something: at least 1."""
+
+
+
+def _check_amounts(options: AutodistOptions) -> None:
+    """Refuse numbers that mean nothing."""
+    for name in (*COUNTS, "memory_limit_gb", "time_limit_s"):
+        value, least = getattr(options, name), 1 if name in COUNTS else 0
+        if value is not None and not value >= least:
+            raise ConfigError(f"option {name!r} of policy 'autodist' cannot be {value!r}", why=f"it is at least {least}")
+    if options.max_axes > len(AXIS_NAMES):
+        raise ConfigError(
+            f"option 'max_axes' of policy 'autodist' cannot be {options.max_axes}",
+            why=f"meshes of up to {len(AXIS_NAMES)} axes are searched",
+            hint="give the option mesh for one of more axes",
+        )
+    for axis, size in (options.mesh or {}).items():
+        if size < 1:
+            raise ConfigError(f"the mesh of policy 'autodist' has an axis {axis!r} of size {size}", why="a size is at least 1")
+
+
 def check_options(config: ComputeConfig, options: AutodistOptions) -> None:
     """Refuse options that contradict each other or the config."""
     given = [name for name in ("pin", "forbid", "stored") if getattr(options, name)]
@@ -100,10 +124,17 @@ def check_options(config: ComputeConfig, options: AutodistOptions) -> None:
     if options.mesh is not None:
         mesh = Mesh.of(options.mesh)
         positions = options.num_stages or 1
-        if any(size < 1 for _, size in mesh.axes) or config.plan_ngpus % mesh.size or "pp" in mesh.names:
-            why = f"mesh {mesh} is that of one pipeline position, plan_ngpus={config.plan_ngpus}"
+        if "pp" in mesh.names:
             raise ConfigError(
-                "the mesh of policy 'autodist' does not divide the ranks", why=why, hint="leave out the axis 'pp'"
+                "the mesh of policy 'autodist' has an axis 'pp'",
+                why="it is the mesh of one pipeline position",
+                hint=f"leave out the axis, and say num_stages={mesh.axis_size('pp')}",
+            )
+        if config.plan_ngpus % mesh.size:
+            raise ConfigError(
+                "the mesh of policy 'autodist' does not divide the ranks",
+                why=f"mesh {mesh} has {mesh.size} ranks, plan_ngpus={config.plan_ngpus}",
+                hint="make the product of the axes and num_stages equal to plan_ngpus",
             )
         if mesh.size * positions != config.plan_ngpus and (options.num_stages is not None or not options.num_microbatches):
             raise ConfigError(
@@ -111,6 +142,7 @@ def check_options(config: ComputeConfig, options: AutodistOptions) -> None:
                 why=f"mesh {mesh}, num_stages={positions}, plan_ngpus={config.plan_ngpus}",
                 hint="make the product of the axes and num_stages equal to plan_ngpus",
             )
+    _check_stages(config, options)
     _check_uneven(config, options)
     pipeline = [name for name in ("schedule", "chunks", "stage_starts") if getattr(options, name) is not None]
     pipeline += ["num_stages"] if (options.num_stages or 1) > 1 else []
@@ -130,6 +162,27 @@ def check_options(config: ComputeConfig, options: AutodistOptions) -> None:
     if options.schedule is not None and not getattr(SCHEDULES.get(options.schedule), "trains", False):
         trained = [name for name, method in SCHEDULES.items() if method.trains]
         raise ConfigError(f"there is no schedule {options.schedule!r} to train with", hint=f"one of {', '.join(trained)}")
+
+
+def _check_stages(config: ComputeConfig, options: AutodistOptions) -> None:
+    """Refuse more pipeline positions than ranks, and begins of stages that give another number of them."""
+    if (options.num_stages or 1) > config.plan_ngpus:
+        raise ConfigError(
+            f"policy 'autodist' has num_stages={options.num_stages}",
+            why=f"a pipeline position has at least one rank, plan_ngpus={config.plan_ngpus}",
+        )
+    if options.stage_starts is None:
+        return
+    number = len(options.stage_starts) + 1
+    wanted = (options.num_stages or 1) * (options.chunks or 1)
+    exact = options.num_stages is not None and options.chunks is not None
+    if number % wanted or (exact and number != wanted):
+        given = [f"{name}={value}" for name in ("num_stages", "chunks") if (value := getattr(options, name)) is not None]
+        raise ConfigError(
+            f"policy 'autodist' has stage_starts for {number} stages and {' and '.join(given)}",
+            why="the first stage begins at the first operator, every other one where stage_starts says",
+            hint=f"name {wanted - 1} modules or operators, or leave out {' and '.join(name.split('=')[0] for name in given)}",
+        )
 
 
 def _check_uneven(config: ComputeConfig, options: AutodistOptions) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardwright.compiler.cost.hardware import Hardware, load_hardware
 from shardwright.compiler.cost.operator_file import load_times, times_file
+from shardwright.compiler.passes.recompute import mark_recompute
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Certificate, Plan
 from shardwright.compiler.schedule.generate import SCHEDULES
@@ -15,6 +16,7 @@ from shardwright.policies.autodist.batches import own_batch
 from shardwright.policies.autodist.candidates import divisors, meshes, stage_sizes
 from shardwright.policies.autodist.found import Candidate, Found
 from shardwright.policies.autodist.options import AutodistOptions, check_options
+from shardwright.policies.autodist.placement.constraints import Constraints, allowed_strategies
 from shardwright.policies.autodist.placer import Placer, Pricings
 from shardwright.policies.autodist.search import Search
 from shardwright.policies.autodist.space import Space
@@ -82,6 +84,8 @@ def search_variants(variants: Variants, options: AutodistOptions, hardware: Hard
         ConfigError: options that contradict each other or the config; a file of times that is none.
         PlanError: constraints or stages that the model does not have.
     """
+    for variant in variants.listed:
+        _check_names(variant.graph, options)
     times = load_times(options.hardware)
     pricings: Pricings = {}
 
@@ -95,6 +99,15 @@ def search_variants(variants: Variants, options: AutodistOptions, hardware: Hard
         ).run()  # fmt: skip
 
     return variants.search(one, options.time_limit_s)
+
+
+def _check_names(graph: PlannableGraph, options: AutodistOptions) -> None:
+    """Refuse what the options name and the model does not have, and constraints that leave an operator nothing, before anything
+    is searched.
+    """
+    if options.mesh is not None:
+        allowed_strategies(graph, Constraints(options.pin, options.forbid, options.stored), Mesh.of(options.mesh))
+    mark_recompute(graph, options.recompute or ())
 
 
 def options_of(variant: Variant, options: AutodistOptions, time_limit_s: float) -> AutodistOptions:

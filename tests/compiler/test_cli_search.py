@@ -57,6 +57,17 @@ def test_plan(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     )
 
 
+def test_what_is_said_twice(run) -> None:  # type: ignore[no-untyped-def]
+    assert "per step on h100" in run("plan plan_models:make --plan-ngpus 2 --set pas_config.hardware=h100")
+    assert "on h100" in run("simulate plan_models:make --policy autodist --plan-ngpus 2 --set pas_config.hardware=h100")
+    assert "on h100" in run("simulate plan_models:make --policy tp --plan-ngpus 2 --hardware h100")
+    assert run("plan plan_models:make --plan-ngpus 2 --hardware h100 --set pas_config.hardware=a100-80gb", expected=1) == (
+        "error: --hardware and --set pas_config.hardware say different things\n"
+        "  why:   'h100' and 'a100-80gb'\n"
+        "  try:   leave out one of them; --hardware is enough\n"
+    )
+
+
 def test_a_machine_that_is_too_small(run) -> None:  # type: ignore[no-untyped-def]
     shown = run("plan plan_models:make --plan-ngpus 2 --set pas_config.memory_limit_gb=1e-9", expected=1)
     assert shown.startswith("error: no plan for 2 ranks fits on a100-80gb\n")

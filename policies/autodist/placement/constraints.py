@@ -21,7 +21,8 @@ from shardwright.runtime.layout import Layout, Mesh
 @dataclass(frozen=True)
 class Constraints:
     """``pin``: an operator, or a module path with everything below it, to what it does along an axis: ``R``, ``G``,
-    ``linear:<i>``, ``split:<factor>``, or the name of a dim (``heads``), which holds for the operators that have it.
+    ``linear:<i>``, ``split:<factor>``, or the name of a dim (``heads``), which holds for the operators that have it. ``*`` in a
+    path stands for any one name; what says more of an operator's path counts, and a path without ``*`` before one with it.
     ``forbid``: a dim's name to the axes that must not cut it. ``stored``: how a parameter or buffer is held, by FQN.
     """
 
@@ -70,12 +71,7 @@ def _of_op(op: IROp, dims: ModelDims, constraints: Constraints, mesh: Mesh) -> d
             if named:
                 left = [s for s in left if s in named and allowed(op.rule, {axis: s}, mesh)]
         if not left:
-            raise PlanError(
-                f"constraints leave operator {op.name} ({op.target}) nothing to do along axis {axis!r}",
-                where=f"{op.source} ({op.module_path or 'top-level forward'})",
-                why=f"strategies along one axis: {', '.join(every)}",
-                hint="take back a pin, or what is forbidden",
-            )
+            raise _nothing_left(op, axis, pinned, [d for d, axes in constraints.forbid.items() if axis in axes], mesh)
         if len(left) < len(every):
             only[axis] = frozenset(left)
     return only
@@ -90,14 +86,36 @@ def _dim(op: IROp, strategy: str, dims: ModelDims) -> str | None:
 
 def _pin_of(op: IROp, constraints: Constraints, axis: str) -> tuple[str, str] | None:
     """The name that pins an operator along an axis, and the wish: its own name before the longest module path."""
-    names = [op.name, *_paths(op.module_path)]
-    return next(((name, constraints.pin[name][axis]) for name in names if axis in constraints.pin.get(name, {})), None)
+    pins = {name: wishes[axis] for name, wishes in constraints.pin.items() if axis in wishes}
+    if op.name in pins:
+        return op.name, pins[op.name]
+    found = [name for name in pins if _is_below(op.module_path, name)]
+    longest = max(found, key=lambda name: (name.count("."), "*" not in name), default=None)
+    return None if longest is None else (longest, pins[longest])
+
+
+def _is_below(module_path: str, pattern: str) -> bool:
+    """Whether a path names the module of the pattern, or one inside of it."""
+    parts, wanted = module_path.split("."), pattern.split(".")
+    return len(parts) >= len(wanted) and all(b in (a, "*") for a, b in zip(parts, wanted, strict=False))
 
 
 def _paths(module_path: str) -> list[str]:
     """``a.b.c``, ``a.b``, ``a``."""
     parts = module_path.split(".") if module_path else []
     return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+
+
+def _nothing_left(op: IROp, axis: str, pinned: tuple[str, str] | None, forbidden: list[str], mesh: Mesh) -> PlanError:
+    assert op.rule is not None
+    said = [] if pinned is None else [f"{pinned[0]!r} is pinned to {pinned[1]!r}"]
+    said += [f"cutting {' and '.join(map(repr, forbidden))} is forbidden"] if forbidden else []
+    return PlanError(
+        f"constraints leave operator {op.name} ({op.target}) nothing to do along axis {axis!r}",
+        where=f"{op.source} ({op.module_path or 'top-level forward'})",
+        why=f"{' and '.join(said)} there; mesh {mesh}, and its strategies along one axis: {', '.join(strategies(op.rule))}",
+        hint="take back a pin, or what is forbidden",
+    )
 
 
 def _no_such_strategy(op: IROp, wish: str, axis: str, dims: ModelDims) -> PlanError:
@@ -117,10 +135,12 @@ def _check(graph: IRGraph, constraints: Constraints, mesh: Mesh) -> None:
     every = [op for body in graph.bodies for op in body.ops]
     names = {op.name for op in every} | {path for op in every for path in _paths(op.module_path)}
     for name, wishes in constraints.pin.items():
-        if name not in names:
+        if name not in names and not any(_is_below(op.module_path, name) for op in every):
             raise PlanError(f"the model has no operator or module {name!r} to pin", hint=suggestion(name, names))
-        for axis in wishes:
+        for axis, wish in wishes.items():
             _check_axis(axis, mesh)
+            if name not in {op.name for op in every}:
+                _check_answered(graph, name, wish, axis)
     dims = {c.name for body in graph.bodies if body.dims for c in body.dims.classes}
     for dim, axes in constraints.forbid.items():
         if dim not in dims:
@@ -134,6 +154,27 @@ def _check(graph: IRGraph, constraints: Constraints, mesh: Mesh) -> None:
         layout = constraints.stored_layout(fqn)
         assert layout is not None
         check_layout(fqn, layout, values[fqn], mesh)
+
+
+def _check_answered(graph: IRGraph, module: str, wish: str, axis: str) -> None:
+    """Refuse what no operator of a pinned module can do."""
+    dims: set[str] = set()
+    for body in graph.bodies:
+        assert body.dims is not None
+        for op in body.ops:
+            if not _is_below(op.module_path, module):
+                continue
+            assert op.rule is not None
+            every = strategies(op.rule)
+            named = {name for s in every if (name := _dim(op, s, body.dims)) is not None}
+            if wish in every or wish in named:
+                return
+            dims |= named
+    raise PlanError(
+        f"nothing in module {module!r} can be pinned to {wish!r} along axis {axis!r}",
+        why=f"its operators have the dims {', '.join(sorted(dims))}" if dims else "its operators have no dims with a name",
+        hint=suggestion(wish, sorted(dims)) or "R, G, or one of the dims",
+    )
 
 
 def _check_axis(axis: str, mesh: Mesh) -> None:

@@ -170,7 +170,16 @@ def test_refusals() -> None:
         "  why:   mesh tp=2, num_stages=1, plan_ngpus=4\n"
         "  try:   make the product of the axes and num_stages equal to plan_ngpus"
     )
-    assert refusal(ConfigError, mesh={"tp": 3}).startswith("the mesh of policy 'autodist' does not divide the ranks")
+    assert refusal(ConfigError, mesh={"tp": 3}) == (
+        "the mesh of policy 'autodist' does not divide the ranks\n"
+        "  why:   mesh tp=3 has 3 ranks, plan_ngpus=4\n"
+        "  try:   make the product of the axes and num_stages equal to plan_ngpus"
+    )
+    assert refusal(ConfigError, mesh={"pp": 2, "tp": 2}) == (
+        "the mesh of policy 'autodist' has an axis 'pp'\n"
+        "  why:   it is the mesh of one pipeline position\n"
+        "  try:   leave out the axis, and say num_stages=2"
+    )
     assert refusal(ConfigError, num_stages=2).startswith("policy 'autodist' has num_stages but no num_microbatches")
     assert refusal(ConfigError, num_microbatches=4).startswith(
         "policy 'autodist' searches pipelines only with use_end2end=True\n  why:   num_microbatches=4 is given"
@@ -178,8 +187,62 @@ def test_refusals() -> None:
     assert refusal(ConfigError, num_microbatches=4, use_end2end=True, schedule="1f2b").startswith(
         "there is no schedule '1f2b' to train with\n  try:   one of gpipe, 1f1b"
     )
+    assert refusal(ConfigError, num_microbatches=4, use_end2end=True, num_stages=5) == (
+        "policy 'autodist' has num_stages=5\n  why:   a pipeline position has at least one rank, plan_ngpus=4"
+    )
+    starts = {"num_microbatches": 4, "use_end2end": True, "stage_starts": ["down"]}
+    assert refusal(ConfigError, **starts, num_stages=4) == (
+        "policy 'autodist' has stage_starts for 2 stages and num_stages=4\n"
+        "  why:   the first stage begins at the first operator, every other one where stage_starts says\n"
+        "  try:   name 3 modules or operators, or leave out num_stages"
+    )
+    assert refusal(ConfigError, **starts, num_stages=1, chunks=1).startswith(
+        "policy 'autodist' has stage_starts for 2 stages and num_stages=1 and chunks=1"
+    )
     text = refusal(PlanError, memory_limit_gb=1e-9, mesh={"tp": 4})
     assert text.startswith("no plan for 4 ranks fits on a100-80gb\n  why:   ") and "GB" in text
+
+
+@pytest.mark.parametrize("name", ["max_axes", "max_split", "num_microbatches", "num_stages", "chunks", "update_freq", "global_batch"])
+def test_counts_are_at_least_one(name: str) -> None:
+    assert refusal(ConfigError, **{name: 0}) == f"option {name!r} of policy 'autodist' cannot be 0\n  why:   it is at least 1"
+
+
+def test_amounts_that_mean_nothing() -> None:
+    assert refusal(ConfigError, memory_limit_gb=-3) == (
+        "option 'memory_limit_gb' of policy 'autodist' cannot be -3\n  why:   it is at least 0"
+    )
+    assert refusal(ConfigError, time_limit_s=-1.0).startswith("option 'time_limit_s' of policy 'autodist' cannot be -1.0")
+    assert refusal(ConfigError, mesh={"dp": 0, "tp": 4}).startswith("the mesh of policy 'autodist' has an axis 'dp' of size 0")
+    assert refusal(ConfigError, max_axes=4) == (
+        "option 'max_axes' of policy 'autodist' cannot be 4\n"
+        "  why:   meshes of up to 3 axes are searched\n"
+        "  try:   give the option mesh for one of more axes"
+    )
+
+
+def test_constraints_that_nothing_answers_to() -> None:
+    """They are refused as what they are, before anything is searched, and not as a plan that does not fit."""
+    mesh = {"dp": 2, "tp": 2}
+    assert refusal(PlanError, mesh=mesh, pin={"downs": {"tp": "R"}}) == (
+        "the model has no operator or module 'downs' to pin\n  try:   did you mean 'down'?"
+    )
+    text = refusal(PlanError, mesh=mesh, pin={"*": {"tp": "vocab"}})
+    assert text.startswith("nothing in module '*' can be pinned to 'vocab' along axis 'tp'\n  why:   its operators have the dims")
+    assert refusal(PlanError, mesh=mesh, recompute=["upp"]) == (
+        "recompute names 'upp', but no operator belongs to such a module\n  try:   did you mean 'up'?"
+    )
+
+
+def test_a_pin_of_a_pattern_gives_way_to_one_that_says_more() -> None:
+    graph = plans.zoo_graph("mlp")
+    plan = plan_of(graph, 2, mesh={"tp": 2}, pin={"*": {"tp": "batch"}, "down": {"tp": "R"}})
+    assert graph.dims is not None
+    for op in (op for op in graph.ops if op.module_path and op.module_path != "down"):
+        strategy = plan.strategies[op.name]["tp"]
+        found = graph.dims.of_factor(op.name, strategy.removeprefix("split:"))
+        assert found is not None and found.name == "batch", op.name
+    assert "down" not in plan.strategies  # all R
 
 
 @pytest.mark.slow

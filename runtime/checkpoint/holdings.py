@@ -112,6 +112,15 @@ class Holdings:
                 seen |= {id(parameter) for _, parameter in own}
         return names
 
+    def frozen_names(self) -> set[str]:
+        """The first names of those parameters of compiled parts that are not trained, on other pipeline stages too."""
+        return {
+            f"{path}.{declaration.name}" if path else declaration.name
+            for path, part in self.compiled.items()
+            for declaration in part.all_declarations()
+            if declaration.kind == "parameter" and not declaration.requires_grad
+        }
+
     def all_names(self) -> set[str]:
         """All names of what the state dicts of all ranks hold."""
         names = {name for holding in self.tensors for name in holding.names} | set(self.extra_states)

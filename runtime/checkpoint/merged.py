@@ -315,9 +315,13 @@ def _named_by_number(optimizer: Optimizer, holdings: Holdings, state_dict: Mappi
         raise CheckpointError("there is no state for the optimizer", hint="pass optimizer_state_dict too")
     mine = {name for group in group_names(optimizer, holdings) for name in group}
     held = {name for holding in holdings.tensors for name in holding.names}
-    # Of the parameters on other stages of a pipeline nothing is known here but that they are trained too.
+    # Of the parameters on other stages of a pipeline nothing is known here but which of them are trained: the optimizer has
+    # those, with or without the frozen ones.
     order = [name for name in holdings.parameter_names() if name in mine or name not in held]
     numbers = sorted(number for group in state_dict["param_groups"] for number in group["params"])
+    if len(numbers) != len(order):
+        frozen = holdings.frozen_names()
+        order = [name for name in order if name in mine or name not in frozen]
     if len(numbers) != len(order):
         raise CheckpointError(
             "the state dict does not fit the optimizer", why=f"it is for {len(numbers)} parameters, there are {len(order)}"

@@ -133,3 +133,46 @@ def test_between_pipelines(tmp_path, pipes):
     state = optimizer.state_dict()["state"]
     for number, entries in whole.optimizer["state"].items():
         assert_same(entries, state[number], TOLERANCE)
+
+
+class Frozen(torch.nn.Module):
+    """Of both stages one parameter is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4, dtype=torch.float64) for _ in range(4))
+        for layer in (self.layers[1], self.layers[2]):
+            layer.bias.requires_grad_(False)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("has_frozen", [False, True])
+def test_merged_state_of_an_optimizer_with_or_without_frozen_parameters(tmp_path, has_frozen):
+    def optimizer_of(parameters):
+        return torch.optim.SGD([p for p in parameters if has_frozen or p.requires_grad], lr=0.1, momentum=0.9)
+
+    model, x = Frozen(), torch.ones(2, 4, dtype=torch.float64)
+    config = {"plan_ngpus": 2, "runtime_ngpus": 2, "use_end2end": True}
+    shardwright.parallelize(model, {"x": x}, "pp", config, gen_savedir=tmp_path, load_module=False)
+    (files,) = {path.parent for path in tmp_path.rglob("manifest.json")}
+    optimizer = optimizer_of(model.parameters())
+    for _ in range(2):
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        optimizer.zero_grad()
+        (4 * model(x)).backward()
+        optimizer.step()
+
+    def go_on(rank):
+        module = load_class(files)()
+        parallel = build_optimizer(module, optimizer_of)
+        shardwright.load_merged_state_dicts(module, saved[0], parallel, saved[1])
+        module.train_step([x] * 4)
+        parallel.step()
+        return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+    first, second = run_ranks(2, go_on)
+    torch.testing.assert_close({**first, **second}, dict(model.named_parameters()), rtol=1e-12, atol=0)

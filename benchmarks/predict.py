@@ -266,7 +266,7 @@ def main() -> None:
         show(arguments.ranks, costs, json.loads((Path(folder) / "measured.json").read_text()))
         if arguments.keep:
             arguments.keep.mkdir(parents=True, exist_ok=True)
-            shutil.copy(file, arguments.keep / "machine.json")
+            (arguments.keep / "machine.json").write_text(hardware.dumps())
             shutil.copy(f"{folder}/measured.json", arguments.keep)
 
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from shardwright.compiler.cost.adapters import step_time
 from shardwright.compiler.cost.hardware import Hardware
-from shardwright.compiler.cost.operators import CONVOLUTIONS, PRODUCTS, OperatorTimes, OpTime, op_time
-from shardwright.compiler.ir.value import ValueKind
+from shardwright.compiler.cost.operators import OperatorTimes, OpTime, op_time
 from shardwright.compiler.plan.blocks import Run, group_blocks, region_of
-from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
+from shardwright.compiler.plan.program import Adapt, Instruction, Program
 
 _FORWARD = {kind: kind for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")}
 _BACKWARD = {
@@ -26,15 +25,15 @@ _BACKWARD = {
 @dataclass(frozen=True)
 class BodyTime:
     """``instructions``: each one with its time, in the order of the program. ``compute_s`` and ``comm_s`` split the sum of all
-    (``"tp all_reduce"``); ``weight_s``: the part of the backward that makes gradients of parameters. ``recomputed_s``: the
-    forwards that the backward runs again.
+    (``"tp all_reduce"``). ``recomputed_s``: the forwards that the backward runs again, and the weights that it gathers again;
+    ``recomputes``: whether there are such forwards.
     """
 
     instructions: tuple[tuple[Instruction, OpTime], ...]
     compute_s: float
     comm_s: dict[str, float]
-    weight_s: float
     recomputed_s: float
+    recomputes: bool
 
     @property
     def forward_s(self) -> float:
@@ -62,8 +61,7 @@ def body_time(
     again = _recomputed(program) if trains else set()
     instructions: list[tuple[Instruction, OpTime]] = []
     comm: dict[str, float] = {}
-    compute_s = weight_s = recomputed_s = 0.0
-    from_parameters = _from_parameters(program)
+    compute_s = recomputed_s = 0.0
     for instruction in program.body:
         runs = 2 if id(instruction) in again else 1
         if isinstance(instruction, Adapt):
@@ -88,10 +86,9 @@ def body_time(
             time = op_time(instruction.original, instruction.assignment, mesh, hardware, times, ranks=ranks)
             time = time if trains else OpTime(time.forward_s)
             compute_s += runs * time.forward_s + time.backward_s
-            weight_s += _weight_share(instruction, from_parameters) * time.backward_s
         recomputed_s += (runs - 1) * time.forward_s
         instructions.append((instruction, time))
-    return BodyTime(tuple(instructions), compute_s, dict(sorted(comm.items())), weight_s, recomputed_s)
+    return BodyTime(tuple(instructions), compute_s, dict(sorted(comm.items())), recomputed_s, bool(again))
 
 
 def _recomputed(program: Program) -> set[int]:
@@ -100,23 +97,3 @@ def _recomputed(program: Program) -> set[int]:
         return set()
     runs = (item for item in group_blocks(program) if isinstance(item, Run) and item.recompute)
     return {id(instruction) for run in runs for instruction in run.instructions}
-
-
-def _from_parameters(program: Program) -> set[str]:
-    """The values that are parameters, or adapted ones."""
-    names = {d.value.name for d in program.declarations if d.value.kind is ValueKind.PARAMETER}
-    for instruction in program.body:
-        if isinstance(instruction, Adapt) and instruction.value.name in names:
-            names.add(instruction.result.name)
-    return names
-
-
-def _weight_share(instruction: Compute, from_parameters: set[str]) -> float:
-    """How much of an operator's backward may wait until the gradients of activations are on their way."""
-    wanted = [value for value in instruction.op.operands if value.requires_grad]
-    weights = [value for value in wanted if value.name in from_parameters]
-    if not weights:
-        return 0.0
-    if len(weights) == len(wanted):
-        return 1.0
-    return 0.5 if instruction.original.target in PRODUCTS or instruction.original.target in CONVOLUTIONS else 0.0

@@ -124,7 +124,7 @@ class GradientBooks:
         halved = [item for item in self._trained.values() if settings.stores_remainders and item.dtype == torch.bfloat16]
         masters = sum(item.num_elements // item.shards for item in halved) * REMAINDERS_SEEN_BYTES
         seen = ledger.hold(ledger.new(masters, TEMPORARY))
-        if self._trained and self._optimizer.state_bytes_per_element:
+        if self._trained and self._optimizer.keeps_state:
             ledger.use(STEP_TEMPORARIES * max(map(self._updated_bytes, self._trained.values())), "optimizer step")
         gathered = [
             bucket.length * bucket.members[0].dtype.itemsize

@@ -14,17 +14,21 @@ from shardwright.runtime.zero.settings import ReductionSettings
 
 @dataclass(frozen=True, slots=True)
 class OptimizerMemory:
-    """What an optimizer keeps for each local element of a parameter, in bytes.
+    """What an optimizer keeps for each local element of a parameter that it updates.
 
-    ``state_bytes_per_element``: its state (two float32 moments of Adam by default); where a config says the dtype of the state,
-    what it would be in float32. ``master_bytes_per_element``: a copy of the parameter in higher precision, if it keeps one
-    itself; those of the config count beside it. ``grad_bytes_per_element``: of a gradient, where neither config nor the dtype
-    of its parameter says it.
+    ``num_moments``: numbers of the dtype it updates, as torch's optimizers make them: that of the parameter, or that of the
+    config's masters. Adam has two (by default), SGD with momentum one. ``own_bytes_per_element``: state in dtypes of its own
+    beside them, such as masters that it makes itself. ``grad_bytes_per_element``: of a gradient, where neither config nor the
+    dtype of its parameter says it.
     """
 
-    state_bytes_per_element: float = 8.0
-    master_bytes_per_element: float = 0.0
+    num_moments: float = 2.0
+    own_bytes_per_element: float = 0.0
     grad_bytes_per_element: float | None = None
+
+    @property
+    def keeps_state(self) -> bool:
+        return self.num_moments > 0 or self.own_bytes_per_element > 0
 
 
 ADAM = OptimizerMemory()
@@ -35,15 +39,12 @@ REMAINDER_BYTES = 2
 
 def state_bytes(optimizer: OptimizerMemory, dtype: torch.dtype, config: ComputeConfig) -> float:
     """What is kept of one element that a rank updates of a parameter of ``dtype``: state, and the master if there is one."""
-    own = optimizer.master_bytes_per_element
-    if config.optimizer_table is None:
-        return optimizer.state_bytes_per_element + own
     settings = ReductionSettings(table=config.optimizer_table)
     updated = settings.state_dtype(dtype)
     master = 0 if updated == dtype else updated.itemsize
     if settings.stores_remainders and dtype == torch.bfloat16:
         master = REMAINDER_BYTES
-    return optimizer.state_bytes_per_element * updated.itemsize / torch.float32.itemsize + own + master
+    return optimizer.num_moments * updated.itemsize + optimizer.own_bytes_per_element + master
 
 
 def gradient_bytes(optimizer: OptimizerMemory, dtype: torch.dtype, config: ComputeConfig) -> float:

@@ -13,12 +13,15 @@ from shardwright.compiler.cost.optimizer_memory import OptimizerMemory
 from shardwright.compiler.cost.plan_cost import Activity, PlanCost, RankCost
 from shardwright.compiler.cost.rank_memory import RankMemory
 from shardwright.compiler.cost.reduction import Reduction, accumulation_s
+from shardwright.compiler.cost.split_time import parts_of_backward
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.plan.pipeline import Crossing, PipelineProgram
 from shardwright.compiler.plan.program import Program
 from shardwright.compiler.schedule.planned import dataflow_of, planned_schedule
+from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.schedule import ActionKind
 from shardwright.runtime.transfer import pieces
 
 
@@ -38,13 +41,12 @@ def pipeline_cost(
     plan = program.plan
     schedule = planned_schedule(plan)
     bodies = [
-        body_time(stage_program, hardware, stage.ranks, times, unit_size=config.plan_ngpus)
+        body_time(stage_program, hardware, stage.ranks, times, trains=schedule.trains, unit_size=config.plan_ngpus)
         for stage_program, stage in zip(program.programs, plan.stages, strict=True)
     ]
-    accumulated = [addition_s(stage_program, plan.num_microbatches, hardware) for stage_program in program.programs]
+    times_of = [stage_times(program, index, body, schedule, hardware) for index, body in enumerate(bodies)]
     transfers = transfer_seconds(program, hardware)
-    stages = [stage_times(body, more) for body, more in zip(bodies, accumulated, strict=True)]
-    line = simulate(schedule, stages, transfers, dataflow_of(program, schedule.num_stages))
+    line = simulate(schedule, times_of, transfers, dataflow_of(program, schedule.num_stages))
     positions: dict[tuple[int, ...], int] = {}
     for stage in plan.stages:
         positions.setdefault(stage.ranks, len(positions))
@@ -64,12 +66,11 @@ def pipeline_cost(
         if reduced > begin:
             activities.append(Activity(ranks[0], "reduce gradients", begin, reduced))
         activities.append(Activity(ranks[0], "optimizer step", reduced, end))
-        compute_s = plan.num_microbatches * sum(bodies[index].compute_s + accumulated[index] for index in own)
-        compute_s += reduction.optimizer_s
         comm: dict[str, float] = {}
         for index in own:
             for name, seconds in bodies[index].comm_s.items():
                 comm[name] = comm.get(name, 0.0) + plan.num_microbatches * seconds
+        compute_s = line.busy_s[position] - sum(comm.values()) + reduction.optimizer_s
         if reduction.total_s:
             comm[reduction.name] = reduction.total_s
         ends[ranks] = end
@@ -95,9 +96,16 @@ def holders_elsewhere(program: PipelineProgram, ranks: tuple[int, ...]) -> dict[
     return found
 
 
-def stage_times(body: BodyTime, added_s: float) -> StageTimes:
-    """One microbatch. A region is computed again when the gradients of the inputs are."""
-    return StageTimes(body.forward_s, body.backward_s - body.weight_s, body.weight_s + added_s)
+def stage_times(program: PipelineProgram, index: int, body: BodyTime, schedule: Schedule, hardware: Hardware) -> StageTimes:
+    """One microbatch of a stage, with adding to gradients."""
+    own = program.programs[index]
+    added_s = addition_s(own, program.plan.num_microbatches, hardware)
+    whole_s = body.backward_s + added_s
+    kinds = {action.kind for listed in schedule.actions for action in listed if action.stage == index}
+    if ActionKind.INPUT_GRADIENT not in kinds:
+        return StageTimes(body.forward_s, whole_s, 0.0)
+    inputs = [value.name for value, _ in program.stages[index].receives if value.requires_grad]
+    return StageTimes(body.forward_s, *parts_of_backward(own, body, inputs, hardware.device, added_s), whole_s)
 
 
 def addition_s(program: Program, num_microbatches: int, hardware: Hardware) -> float:

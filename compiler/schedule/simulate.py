@@ -14,14 +14,18 @@ from shardwright.runtime.schedule import ActionKind, ScheduleAction
 
 @dataclass(frozen=True)
 class StageTimes:
-    """How long one microbatch takes in a stage, in any unit of time. The default is what papers assume: F = I = W, B = 2F."""
+    """How long one microbatch takes in a stage, in any unit of time. The default is what papers assume: F = I = W, B = 2F.
+
+    ``backward_s``: of a backward that is not split, where that takes another time than its two parts.
+    """
 
     forward_s: float = 1.0
     input_gradient_s: float = 1.0
     weight_gradient_s: float = 1.0
+    backward_s: float | None = None
 
     def of(self, kind: ActionKind) -> float:
-        """The time of an action of this kind; a whole backward takes as long as its two parts."""
+        """The time of an action of this kind."""
         match kind:
             case ActionKind.FORWARD:
                 return self.forward_s
@@ -30,7 +34,7 @@ class StageTimes:
             case ActionKind.WEIGHT_GRADIENT:
                 return self.weight_gradient_s
             case _:
-                return self.input_gradient_s + self.weight_gradient_s
+                return self.input_gradient_s + self.weight_gradient_s if self.backward_s is None else self.backward_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ ZERO = [
     PeakCase("dp", 1, fields={"use_zero": 3}),
 ]
 TABLES = [
+    PeakCase("dp", 1, 8, dtype=BF16),
     PeakCase("dp", 1, 8, fields={"use_zero": 0} | table(), dtype=BF16),
     PeakCase("dp", 1, 8, fields=table(), dtype=BF16),
     PeakCase("dp", 1, 8, fields=table(store_param_remainders=True), dtype=BF16),

@@ -13,14 +13,11 @@ from plans import traced
 from shardwright.compiler.compile import Compiled, compile_graph
 from shardwright.compiler.cost.ledger import Ledger
 from shardwright.compiler.cost.memory import program_memory
-from shardwright.compiler.cost.optimizer_memory import OptimizerMemory
 from shardwright.compiler.cost.pipeline_memory import pipeline_memory
 from shardwright.compiler.cost.rank_memory import RankMemory
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
-
-DOUBLE_ADAM = OptimizerMemory(state_bytes_per_element=16.0)
 
 CASES: list[Any] = [
     ("gpt2", "dp", 1, 2, {}),
@@ -63,8 +60,8 @@ def compiled_case(name: str, policy: str, plan: int, runtime: int, options: dict
 
 def predicted(compiled: Compiled, config: ComputeConfig) -> tuple[RankMemory, ...]:
     if compiled.plan.stages:
-        return pipeline_memory(compiled.program, config, DOUBLE_ADAM)  # type: ignore[arg-type]
-    found = program_memory(compiled.program, config, DOUBLE_ADAM)  # type: ignore[arg-type]
+        return pipeline_memory(compiled.program, config)  # type: ignore[arg-type]
+    found = program_memory(compiled.program, config)  # type: ignore[arg-type]
     return tuple(found.at(rank) for rank in range(config.plan_ngpus))
 
 
@@ -89,7 +86,7 @@ def test_several_microbatches_hold_gradients_and_samples(
     model, inputs, compiled, config = compiled_case("gpt2", policy, plan, runtime, {})
     config = replace(config, use_zero=zero)
     compiled = compile_graph(traced(model, inputs), find_policy(policy).apply, config, policy_name=policy)
-    found = program_memory(compiled.program, config, DOUBLE_ADAM, num_microbatches=3)  # type: ignore[arg-type]
+    found = program_memory(compiled.program, config, num_microbatches=3)  # type: ignore[arg-type]
     for measured in measured_peaks(tmp_path, compiled, model, inputs, config, 3):
         assert found.peak_bytes == pytest.approx(measured, rel=0.05)
 
@@ -106,9 +103,9 @@ def test_recomputing_and_splitting_hold_less() -> None:
 
 def test_zero_splits_the_state() -> None:
     _, _, compiled, config = compiled_case("gpt2", "dp", 1, 4, {})
-    whole = program_memory(compiled.program, config, DOUBLE_ADAM)  # type: ignore[arg-type]
-    split = program_memory(compiled.program, replace(config, use_zero=1), DOUBLE_ADAM)  # type: ignore[arg-type]
-    two = program_memory(compiled.program, replace(config, use_zero=1, zero_ngroups=2), DOUBLE_ADAM)  # type: ignore[arg-type]
+    whole = program_memory(compiled.program, config)  # type: ignore[arg-type]
+    split = program_memory(compiled.program, replace(config, use_zero=1))  # type: ignore[arg-type]
+    two = program_memory(compiled.program, replace(config, use_zero=1, zero_ngroups=2))  # type: ignore[arg-type]
     assert split.optimizer_bytes == pytest.approx(whole.optimizer_bytes / 4, rel=1e-3)
     assert two.optimizer_bytes == pytest.approx(whole.optimizer_bytes / 2, rel=1e-3)
 
@@ -160,11 +157,14 @@ def test_dtypes_count() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear(x).square().mean()
 
-    peaks = {}
-    for dtype in (torch.float32, torch.bfloat16):
+    def memory(dtype: torch.dtype, **fields: Any) -> RankMemory:
         model, inputs = Net().to(dtype), {"x": torch.zeros(32, 64, dtype=dtype)}
-        config = ComputeConfig(plan_ngpus=1, runtime_ngpus=1)
+        config = ComputeConfig(plan_ngpus=1, runtime_ngpus=1, **fields)
         compiled = compile_graph(traced(model, inputs), find_policy("dp").apply, config)
-        peaks[dtype] = program_memory(compiled.program, config)  # type: ignore[arg-type]
-    assert peaks[torch.bfloat16].parameter_bytes * 2 == peaks[torch.float32].parameter_bytes == 4 * 64 * 64
-    assert peaks[torch.bfloat16].optimizer_bytes == peaks[torch.float32].optimizer_bytes == 8 * 64 * 64
+        return program_memory(compiled.program, config)  # type: ignore[arg-type]
+
+    single, half = memory(torch.float32), memory(torch.bfloat16)
+    mastered = memory(torch.bfloat16, use_zero=0, distributed_optimizer={})
+    assert half.parameter_bytes * 2 == single.parameter_bytes == 4 * 64 * 64
+    # Two moments, in the dtype of what is updated: the parameter, or its master in float32, which is there besides.
+    assert [found.optimizer_bytes for found in (single, half, mastered)] == [8 * 64 * 64, 4 * 64 * 64, 12 * 64 * 64]

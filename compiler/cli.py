@@ -2,7 +2,7 @@
 :mod:`shardwright.compiler.cli_plans`, :mod:`shardwright.compiler.calibrate.command` and :mod:`shardwright.runtime.cli`.
 
 Exit codes: 0 done; 1 an error, printed in words (``--debug``: with its traceback), or a plan that ``verify`` finds to differ
-from one device; 2 a command line that does not parse.
+from one device; 2 a command line that does not parse; 130 interrupted by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         _print_error(str(error))
         return 1
+    except KeyboardInterrupt:
+        if options.debug:
+            raise
+        _print_error(format_error("interrupted", why="by Ctrl-C, before there was anything to answer with"))
+        return calibrate_command.INTERRUPTED
     except Exception as error:
         if options.debug:
             raise

@@ -228,6 +228,8 @@ class Communicator:
         for chunk, piece in zip(torch.split(sent, send_sizes), pieces, strict=True):
             chunk.view(piece.shape).copy_(piece.detach())
         self.transport.all_to_all(sent, send_sizes, result, receive_sizes)
+        if len(set(map(tuple, shapes))) == 1:
+            return _rows_as(result.view(self.size, receive_sizes[0]), shapes[0])
         return [chunk.view(tuple(shape)) for chunk, shape in zip(torch.split(result, receive_sizes), shapes, strict=True)]
 
     def broadcast(self, x: Tensor, src_index: int, *, phase: Phase = "setup") -> Tensor:
@@ -293,6 +295,8 @@ class PendingPieces:
     def wait(self) -> list[Tensor]:
         """Everyone's piece, by index, as views of one buffer."""
         self._finish()
+        if len(set(self._shapes)) == 1:
+            return _rows_as(self.rows, self._shapes[0])
         lengths = [math.prod(shape) for shape in self._shapes]
         return [row[:length].view(shape) for row, length, shape in zip(self.rows, lengths, self._shapes, strict=True)]
 
@@ -331,6 +335,11 @@ class _Averaging:
 def _with_length(x: Tensor, dim: int, length: int) -> tuple[int, ...]:
     """The shape of ``x`` with another length along ``dim``."""
     return (*x.shape[:dim], length, *x.shape[dim + 1 :])
+
+
+def _rows_as(rows: Tensor, shape: Shape) -> list[Tensor]:
+    """The rows of ``rows [size, numel]`` in one shape: two calls, however many there are."""
+    return list(rows.view(rows.shape[0], *shape).unbind())
 
 
 def _padded(x: Tensor, length: int) -> Tensor:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.plan.plan import Plan, StagePlan
 from shardwright.compiler.schedule.generate import SCHEDULES, generate
+from shardwright.policies.autodist.stages.tiers import lie
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Atom, Layout, Mesh
 
@@ -80,6 +83,17 @@ def position_ranks(inner: Mesh, num_positions: int, place: int = 0) -> list[tupl
     """The ranks of every pipeline position, in the order of its mesh ``inner``."""
     grid = np.arange(num_positions * inner.size).reshape([size for _, size in with_pp(inner, num_positions, place).axes])
     return [tuple(row) for row in np.moveaxis(grid, place, 0).reshape(num_positions, -1).tolist()]
+
+
+def inner_places(hardware: Hardware, inner: Mesh, num_positions: int) -> list[int]:
+    """Where the pipeline axis may stand among those of a mesh, but for the outermost place: one for every way in which the
+    ranks of all positions can lie on the tiers.
+    """
+    found: dict[bytes, int] = {}
+    for place in range(len(inner.axes) + 1 if num_positions > 1 else 1):
+        ranks = itertools.chain.from_iterable(position_ranks(inner, num_positions, place))
+        found.setdefault(lie(hardware, tuple(ranks)), place)
+    return [place for place in found.values() if place]
 
 
 def staged(

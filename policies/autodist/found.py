@@ -15,7 +15,8 @@ from shardwright.runtime.layout import Mesh
 @dataclass(frozen=True)
 class Opening:
     """A mesh of one position with the model placed on it for speed alone, on the ranks of the first position. ``pp_place``:
-    before which of its axes the pipeline axis stands. ``others``: what may be asked besides.
+    before which of its axes the pipeline axis stands. ``others``: what may be asked besides. ``binds``: whether nothing is as
+    fast that fits, so that it must be placed for the memory or computed again.
     """
 
     num_positions: int
@@ -23,6 +24,7 @@ class Opening:
     pp_place: int
     free: Placed
     others: tuple[Wish, ...]
+    binds: bool = False
 
     @property
     def bound_s(self) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 from shardwright.compiler.cost.hardware import Hardware
@@ -13,6 +12,7 @@ from shardwright.compiler.plan.named import split_dim_names
 from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.candidates import named
+from shardwright.policies.autodist.clock import Clock
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.placement.constraints import Constraints
 from shardwright.policies.autodist.placement.formulation import Node, OpNode
@@ -38,6 +38,9 @@ Pricings = dict[tuple[Mesh, tuple[int, ...]], Pricing]
 SHARE = 0.02
 """Of the time limit, for a placement that need not be better."""
 
+PLACING_SHARE = 0.8
+"""Of the time limit, after which the memory of placements is no longer measured to correct them."""
+
 
 class Placer:
     """Places the model, keeping what does not change between the wishes for one mesh."""
@@ -50,15 +53,16 @@ class Placer:
         hardware: Hardware,
         times: OperatorTimes | None = None,
         pricings: Pricings | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.graph, self.config, self.options, self.hardware, self.times = graph, config, options, hardware, times
-        self._deadline = time.monotonic() + options.time_limit_s
+        self._clock = clock or Clock(options.time_limit_s)
         self._pricings: Pricings = {} if pricings is None else pricings
 
     def request(self, wish: Wish) -> PlacementRequest:
         """What a wish asks of the placement, with what the options fix."""
         coarse = self.options.mesh is None and len(self.graph.ops) >= LARGE
-        share = SHARE if coarse else 1.0
+        limit_s = self.options.time_limit_s * (SHARE if coarse else 1.0)
         return PlacementRequest(
             self.graph,
             wish.mesh,
@@ -67,13 +71,15 @@ class Placer:
             self.config,
             memory_limit_bytes=wish.memory_bytes,
             constraints=Constraints(self.options.pin, self.options.forbid, self.options.stored),
-            time_limit_s=max(1.0, min((self._deadline - time.monotonic()) / 2, share * self.options.time_limit_s)),
+            time_limit_s=max(1.0, min(self._clock.left_s / 2, limit_s)),
             target_gap=TARGET_GAP if coarse else 0.0,
             microbatches=wish.num_microbatches,
             outputs=output_wishes(self.graph, self.config),
             recompute=wish.recompute,
             in_flight=wish.in_flight,
             times=self.times,
+            deadline=self._clock.latest if wish.hurried else self._clock.moment(PLACING_SHARE),
+            hurried=wish.hurried,
         )
 
     def __call__(self, wish: Wish) -> Placed:
@@ -85,7 +91,7 @@ class Placer:
         plan = found.plan if self.graph.eval_graph is None else _with_evaluation(found, self.graph.eval_graph)
         if self.options.mesh is None:
             plan = named(plan, split_dim_names(self.graph, plan))
-        return Placed(plan, found.bound_s, found.proof, str(found.space))
+        return Placed(plan, found.bound_s, found.proof, str(found.space), found.interrupted, found.cost_s)
 
     def least_s(self, wish: Wish) -> float:
         """Seconds per step that no plan for a wish with memory is below; what may be computed again is as the options say."""

@@ -14,6 +14,7 @@ from shardwright.compiler.plan.plan import Certificate, Plan
 from shardwright.compiler.schedule.generate import SCHEDULES
 from shardwright.policies.autodist.batches import own_batch
 from shardwright.policies.autodist.candidates import divisors, meshes, stage_sizes
+from shardwright.policies.autodist.clock import Clock
 from shardwright.policies.autodist.found import Candidate, Found
 from shardwright.policies.autodist.options import AutodistOptions, check_options
 from shardwright.policies.autodist.placement.constraints import Constraints, allowed_strategies
@@ -59,9 +60,18 @@ def save(options: AutodistOptions, plan: Plan) -> None:
 def settled(found: Found, config: ComputeConfig, hardware: Hardware) -> Plan:
     """The best plan of a search, with its certificate. Raises :class:`PlanError` if nothing fits."""
     if found.best is None:
+        refused = "; ".join(f"{title}: {reason}" for title, reason in found.refused.items()) or "nothing was tried"
+        if found.interrupted is not None:
+            predicted = f"; not audited: {', '.join(c.title for c in found.others)}" if found.others else ""
+            raise PlanError(
+                f"no plan for {config.plan_ngpus} ranks was found before {found.interrupted} ended the search, "
+                f"after {found.seconds:.0f} s",
+                why=refused + predicted,
+                hint="a longer time_limit_s, or less to search: mesh, num_stages or schedule given",
+            )
         raise PlanError(
             f"no plan for {config.plan_ngpus} ranks fits on {hardware.name}",
-            why="; ".join(f"{title}: {reason}" for title, reason in found.refused.items()) or "nothing was tried",
+            why=refused,
             hint="more ranks (plan_ngpus), a larger memory_limit_gb, or fewer constraints",
         )
     best = found.best.plan
@@ -92,10 +102,11 @@ def search_variants(variants: Variants, options: AutodistOptions, hardware: Hard
     def one(variant: Variant, time_limit_s: float, worth_s: float) -> Found:
         chosen = options_of(variant, options, time_limit_s)
         space = replace(_space(variant.graph, variant.config, chosen, hardware), worth_s=worth_s)
-        placer = Placer(variant.graph, variant.config, chosen, hardware, times, pricings)
+        clock = Clock(time_limit_s)
+        placer = Placer(variant.graph, variant.config, chosen, hardware, times, pricings, clock)
         return Search(
             variant.graph, variant.config, hardware, space, placer,
-            times=times, time_limit_s=time_limit_s, least=placer.least_s,
+            times=times, clock=clock, least=placer.least_s,
         ).run()  # fmt: skip
 
     return variants.search(one, options.time_limit_s)

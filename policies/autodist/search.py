@@ -18,31 +18,26 @@ the best for the whole model, and stages choose between those that were offered.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.operators import OperatorTimes
 from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory
-from shardwright.compiler.cost.plan_cost import PlanCost
-from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.passes.lower import lower
-from shardwright.compiler.passes.lower_stages import lower_stages
-from shardwright.compiler.passes.recompute import mark_recompute
-from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.zero import units_of_storage
-from shardwright.policies.autodist.candidates import Pace, divisors, paces, position_ranks, stage_sizes
+from shardwright.policies.autodist.auditing import Auditor, is_same
+from shardwright.policies.autodist.candidates import Pace, divisors, inner_places, paces, position_ranks, stage_sizes
+from shardwright.policies.autodist.clock import Clock
 from shardwright.policies.autodist.cutting import Cutter
 from shardwright.policies.autodist.found import INTERRUPT, Attempt, Candidate, Found, Offer, Opening
 from shardwright.policies.autodist.mixing import AUDITS, MAX_POSITIONS, NEAR, offered
 from shardwright.policies.autodist.space import Least, Placed, Placer, Space, Wish
 from shardwright.policies.autodist.stages.split import NoFit, NoGain
-from shardwright.policies.autodist.stages.tiers import lie
 from shardwright.policies.autodist.stages.walk import Setting, Walk
 from shardwright.policies.autodist.wishes import wishes
 from shardwright.policies.autodist.words import mesh_title, paced_title, too_large
@@ -50,16 +45,25 @@ from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
 
+BINDS = 1e-3
+"""How much of the time of a step the memory must cost at least to be said to bind."""
+
 MAX_CORRECTIONS = 3
 """How often the stages of a schedule are cut again because the audit finds more memory used than the model of stages."""
 
-CORRECTION = 1.05
-"""By how much of that the limit is lowered."""
+CORRECTION, LATE_CORRECTION = 1.05, 2.0
+"""By how much of that the limit is lowered; and where time is over and nothing fits yet."""
 
 OPENING_SHARES, TRYING_SHARE = (0.3, 0.5, 0.7), 0.8
 """The shares of the time limit at which meshes that were placed for speed are tried before more are; and after which none is
 tried: the rest is for audits.
 """
+
+SHORT = 5.0
+"""A limit of less than that many times what it takes to place the model on a mesh leaves time for one plan that fits."""
+
+LAST_SHARE = 0.9
+"""The share after which also the mesh that is being tried is left, if there is something to audit."""
 
 
 class Search:
@@ -75,59 +79,89 @@ class Search:
         *,
         optimizer: OptimizerMemory = ADAM,
         times: OperatorTimes | None = None,
-        time_limit_s: float = float("inf"),
+        clock: Clock | None = None,
         least: Least | None = None,
     ) -> None:
         self.graph, self.config, self.space, self.place, self.least = graph, config, space, place, least
         self.hardware, self.optimizer, self.times = hardware, optimizer, times
-        self.time_limit_s = time_limit_s
+        self.audited = Auditor(graph, config, hardware, space.num_microbatches, optimizer, times)
+        self.clock = clock or Clock()
         self.cutter = Cutter(graph, space)
         self.offers: list[Offer] = []
         self.found = Found()
-        self._began = time.monotonic()
+        self._seen: list[Candidate] = []  # what was audited
+        self._sure: list[Candidate] = []  # placed to fit, where time is short
+        self._longest_s = 0.0  # of placing the model on a mesh
 
     def run(self) -> Found:
-        """Search until done, out of time, or interrupted from the keyboard."""
-        self._began = time.monotonic()
+        """Search until done, out of time, or interrupted from the keyboard: then with what is known by then, or, with nothing
+        known, on to the first plan that fits; a second interrupt ends that, too.
+
+        Raises:
+            KeyboardInterrupt: interrupted with no plan known.
+        """
         openings: list[Opening] = []
         try:
-            left = iter(self._openings())
-            for share in OPENING_SHARES:
-                known = len(openings)
-                ended = self._open(left, share, openings)
-                self._try_all(openings[known:])
-                if ended or self._is_late():
-                    break
-            else:
-                self._end_by_time()
-            if not self._is_late():
-                self._try_inner(openings)
-                self._try_mixed(openings)
+            self._search(openings)
         except KeyboardInterrupt:
-            if not openings:
-                raise
+            self.clock.end()
             self.found.interrupted = INTERRUPT
-            for opening in openings:
-                if not self.found.others and not self.found.audited:
-                    self._try_mesh(opening)
-            self._audit_best(most=1)
-        self.found.seconds = time.monotonic() - self._began
+            with contextlib.suppress(KeyboardInterrupt):
+                self._answer_with(openings)
+            if self.found.best is None and not self.found.refused:
+                raise
+        self.found.seconds = self.clock.seconds
         return self.found
+
+    def _search(self, openings: list[Opening]) -> None:
+        """``openings``: takes in what is placed."""
+        left = iter(self._openings())
+        for share in OPENING_SHARES:
+            known = len(openings)
+            ended = self._open(left, share, openings)
+            self._try_all(openings[known:])
+            if ended or (self._is_late() and (self.found.audited or self.clock.is_over)):
+                break
+        else:
+            self._end_by_time()
+        if not self._is_late():
+            self._try_inner(openings)
+            self._try_mixed(openings)
+
+    def _answer_with(self, openings: Sequence[Opening]) -> None:
+        """One plan that fits, where there is none yet, from what is known."""
+        self._audit_best(most=1)
+        for opening in sorted(openings, key=lambda opening: opening.bound_s):
+            if self.found.best is None:
+                self._try_mesh(opening)
+                self._audit_best(most=1)
 
     def _open(self, left: Iterator[Opening], share: float, openings: list[Opening]) -> bool:
         """Place the model on further meshes until a share of the time limit is over; whether none are left."""
+        began = self.clock.seconds
         for opening in left:
             openings.append(opening)
-            if self._spent() > share:
+            began, placed = self.clock.seconds, self.clock.seconds - began
+            self._longest_s = max(self._longest_s, placed)
+            if opening.free.interrupted:
+                raise KeyboardInterrupt  # the solver has kept what it had; now the search ends, too
+            if self.clock.spent() > share:
                 return False
         return True
 
-    def _spent(self, more_s: float = 0.0) -> float:
-        """The share of the time limit that is over, or will be after ``more_s``."""
-        return (time.monotonic() - self._began + more_s) / max(self.time_limit_s, 1e-9)
-
     def _end_by_time(self) -> None:
-        self.found.interrupted = f"the time limit of {self.time_limit_s:.0f} s"
+        if self.found.interrupted is None:
+            self.found.interrupted = f"the time limit of {self.clock.limit_s:.0f} s"
+
+    def _may_end(self, share: float) -> bool:
+        """Whether a share of the time is over, and there is something to audit; or overtime."""
+        has_some = bool(self.found.others or self.found.audited or self._sure)
+        return self.clock.spent() > share and (has_some or self.clock.is_over)
+
+    def _hurries(self) -> bool:
+        """Whether there is time for little more than one plan that fits, and none yet."""
+        short = self.clock.limit_s < SHORT * self._longest_s or self.clock.spent() > LAST_SHARE
+        return short and not self.found.audited
 
     def _try_all(self, openings: Sequence[Opening]) -> None:
         """Try the meshes that may have the best plan, the least bound first, and audit what they give; again while audits leave
@@ -136,14 +170,15 @@ class Search:
         waiting = sorted(openings, key=lambda opening: opening.bound_s)
         while promising := [opening for opening in waiting if opening.bound_s < self._best_s()]:
             for opening in promising:
-                if self._spent() > TRYING_SHARE and (self.found.others or self.found.audited):
+                if self._may_end(TRYING_SHARE):
                     self._end_by_time()
                     break
                 if opening.bound_s < self._best_s():
                     self._try_mesh(opening)
                     waiting.remove(opening)
             self._audit_best()
-            if self.found.interrupted is not None:
+            has_some = self.found.audited or self.found.others
+            if self.found.interrupted is not None and (has_some or self.clock.is_over):
                 break
         for opening in waiting:
             title = mesh_title(opening.num_positions, opening.free.plan.mesh, opening.pp_place)
@@ -172,10 +207,16 @@ class Search:
     def _opening(self, num_positions: int, mesh: Mesh, pp_place: int) -> Opening | None:
         ranks = position_ranks(mesh, num_positions, pp_place)[0]
         first, *others = wishes(self.graph, self.space, num_positions, mesh, ranks)
-        free = self._placed(first, mesh_title(num_positions, mesh, pp_place))
-        if free is not None and others and self.least is not None:
-            free = _bounded(free, self.least(others[0]))
-        return None if free is None else Opening(num_positions, mesh, pp_place, free, tuple(others))
+        binds = False
+        free = self._placed(first, mesh_title(num_positions, mesh, pp_place), keeps=True)
+        if free is not None and others and self.least is not None and not free.interrupted:
+            try:
+                least_s = self.least(others[0])
+                binds = least_s > (1 + BINDS) * free.bound_s
+                free = _bounded(free, least_s)
+            except KeyboardInterrupt:
+                free = replace(free, interrupted=True)
+        return None if free is None else Opening(num_positions, mesh, pp_place, free, tuple(others), binds)
 
     def _try_inner(self, openings: Sequence[Opening]) -> None:
         """The pipeline axis further inside, wherever that puts some ranks on other tiers of the machine. Meshes are tried whose
@@ -183,7 +224,8 @@ class Search:
         """
         inner: list[Opening] = []
         for opening in sorted(openings, key=lambda opening: opening.bound_s):
-            for place in self._inner_places(opening) if self.space.pp_place is None else ():
+            places = inner_places(self.hardware, opening.mesh, opening.num_positions) if self.space.pp_place is None else ()
+            for place in places:
                 if opening.bound_s >= self._best_s() or self._is_late():
                     break
                 found = self._opening(opening.num_positions, opening.mesh, place)
@@ -191,19 +233,15 @@ class Search:
         if inner:
             self._try_all(inner)
 
-    def _inner_places(self, opening: Opening) -> list[int]:
-        """One for every way in which the ranks of all positions can lie on the tiers, but for the outermost."""
-        number, mesh = opening.num_positions, opening.mesh
-        found: dict[bytes, int] = {}
-        for place in range(len(mesh.axes) + 1 if number > 1 else 1):
-            ranks = itertools.chain.from_iterable(position_ranks(mesh, number, place))
-            found.setdefault(lie(self.hardware, tuple(ranks)), place)
-        return [place for place in found.values() if place]
-
-    def _placed(self, wish: Wish, title: str) -> Placed | None:
-        """The placement that is wished for; None, and why it cannot be among what is refused."""
+    def _placed(self, wish: Wish, title: str, *, keeps: bool = False) -> Placed | None:
+        """The placement that is wished for; None, and why it cannot be among what is refused. ``keeps``: whether it is of use
+        to the caller also where it is all that an interrupted solver had.
+        """
         try:
-            return self._over_units(self.place(wish))
+            placed = self._over_units(self.place(wish))
+            if placed.interrupted and not keeps:
+                raise KeyboardInterrupt
+            return placed
         except PlanError as error:
             self.found.refused[title] = f"{error.what}: {error.why}" if error.why else error.what
             return None
@@ -212,11 +250,11 @@ class Search:
         """All schedules on one mesh: placed for speed alone first, and for the memory too if that does not fit, or only with
         layers computed again.
         """
-        space, num_positions, mesh = self.space, opening.num_positions, opening.mesh
+        num_positions, mesh = opening.num_positions, opening.mesh
         place, ranks = opening.pp_place, position_ranks(mesh, num_positions, opening.pp_place)[0]
         title = mesh_title(num_positions, mesh, place)
         seen: list[Plan] = []
-        for wish in (None, *opening.others):
+        for wish in self._wishes(opening):
             placed = opening.free if wish is None else self._placed(wish, title)
             if placed is None or any(
                 placed.plan.strategies == plan.strategies and placed.plan.stored == plan.stored for plan in seen
@@ -226,14 +264,39 @@ class Search:
             # what is computed again, and when, is free
             placed = replace(placed, bound_s=opening.free.bound_s, proof=opening.free.proof)
             title = mesh_title(num_positions, placed.plan.mesh, place)  # its axes may have better names by now
+            if wish is not None and wish.hurried and num_positions == 1:  # as it is placed, for the program to tell
+                again = ", all layers computed again" if placed.plan.recompute else ""
+                sure = Candidate(title + again, placed.plan, placed.cost_s, (placed,), used_bytes=self.space.memory_bytes)
+                return self._sure.append(sure)
             offer = self._offer(placed, ranks)
-            tried = [
-                self._try(Attempt(paced_title(title, pace), (offer,), num_positions, pace, place), space.memory_bytes)
-                for pace in self._paces(num_positions)
-            ]
-            self.found.others += filter(None, tried)
-            if any(candidate is not None and not candidate.plan.recompute for candidate in tried):
+            if self._try_paces(Attempt(title, (offer,), num_positions, Pace("", 1), place)):
                 return
+
+    def _wishes(self, opening: Opening) -> Iterator[Wish | None]:
+        """What a mesh is tried with, ``None`` for the placement for speed alone; in a hurry only what is likely to fit."""
+        if not (self._hurries() and opening.binds and opening.others):
+            yield None
+        for wish in opening.others:
+            if self._may_end(LAST_SHARE):
+                return self._end_by_time()
+            if not self._hurries():
+                yield wish
+            elif wish is opening.others[-1]:
+                yield replace(wish, hurried=True)
+
+    def _try_paces(self, attempt: Attempt) -> bool:
+        """All schedules for what an attempt has; whether one of them fits with nothing computed again."""
+        fits = False
+        for pace in self._paces(attempt.num_positions):
+            if self._may_end(LAST_SHARE):
+                self._end_by_time()
+                break
+            paced = replace(attempt, title=paced_title(attempt.title, pace), pace=pace)
+            candidate = self._try(paced, self.space.memory_bytes)
+            if candidate is not None:
+                self.found.others.append(candidate)
+                fits = fits or not candidate.plan.recompute
+        return fits
 
     def _try_mixed(self, openings: Sequence[Opening]) -> None:
         """Pipelines whose stages differ, with the placements that others were made of, as far as they may be better."""
@@ -260,7 +323,7 @@ class Search:
 
     def _is_late(self) -> bool:
         """Whether nothing further is tried; then that is noted."""
-        if self.found.interrupted is None and self._spent() > TRYING_SHARE:
+        if self.found.interrupted is None and self.clock.spent() > TRYING_SHARE:
             self._end_by_time()
         return self.found.interrupted is not None
 
@@ -337,22 +400,33 @@ class Search:
     # -------------------------------------------------------------------------------------------- audits
 
     def _audit_best(self, most: int | None = None) -> None:
-        """Lower and audit the most promising candidates; what does not fit is cut again for less memory, or refused."""
+        """Lower and audit the most promising candidates; what does not fit is cut again for less memory, or refused. What is
+        the same as another with its axes in another order stays as it is predicted.
+        """
         waiting = [(candidate, 0) for candidate in self.found.others]
+        if not self.found.audited and self._sure:
+            waiting.append((self._sure.pop(), 0))
         wanted = self.space.audits if most is None else most
+        same: list[Candidate] = []
         audits, longest_s = 0, 0.0
         while waiting and (audits < wanted or not self.found.audited):
-            late = not self.found.audited and self._spent() > 1.0  # then what is most likely to fit is the answer
-            waiting.sort(key=lambda item: item[0].used_bytes if late else item[0].predicted_s)
+            late = not self.found.audited and self.clock.spent() > 1.0  # then what is most likely to fit is the answer
+            waiting.sort(key=lambda item: _by_fit(item[0]) if late else (True, item[0].predicted_s))
             if waiting[0][0].predicted_s > self.space.worth_s:
                 return
             if self.found.audited:
                 if waiting[0][0].predicted_s > self.space.near * self._best_s():
                     return
-                if self._spent(longest_s) > 1.0:
+                if self.clock.spent(longest_s) > 1.0:
                     return self._end_by_time()
-            began = time.monotonic()
+            elif late and audits and self.clock.is_over:
+                return self._end_by_time()
+            began = self.clock.seconds
             candidate, corrections = waiting.pop(0)
+            if any(is_same(candidate, other) for other in self._seen):
+                same.append(candidate)
+                continue
+            self._seen.append(candidate)
             audits += 1
             cost = self.audited(candidate.plan)
             if cost.peak_bytes <= self.space.memory_bytes:
@@ -364,28 +438,27 @@ class Search:
                     self.found.refused.pop(candidate.title, None)
                     waiting.append((mended, corrections + 1))
             self.found.audited.sort(key=lambda candidate: candidate.step_s)
-            self.found.others = [candidate for candidate, _ in waiting]
-            longest_s = max(longest_s, time.monotonic() - began)
+            self.found.others = [*same, *(candidate for candidate, _ in waiting)]
+            longest_s = max(longest_s, self.clock.seconds - began)
 
     def _mended(self, candidate: Candidate, peak_bytes: float) -> Candidate | None:
-        """The candidate cut again, for as much less memory as it took too much; None if that leaves nothing else."""
+        """The candidate cut again, for as much less memory as it took too much; None if that leaves nothing else. Where time is
+        over, for less than that, so that it is the last time.
+        """
         attempt = candidate.attempt
         if attempt is None:
             return None
-        found = self._try(attempt, candidate.used_bytes - CORRECTION * (peak_bytes - self.space.memory_bytes))
-        return None if found is None or found.plan == candidate.plan else found
+        over = peak_bytes - self.space.memory_bytes
+        for by in (LATE_CORRECTION, CORRECTION) if self.clock.spent() > 1.0 else (CORRECTION,):
+            found = self._try(attempt, candidate.used_bytes - by * over)
+            if found is not None and found.plan != candidate.plan:
+                return found
+        return None
 
-    def audited(self, plan: Plan) -> PlanCost:
-        """The cost of a plan, from the program that is really emitted."""
-        graph: IRGraph = self.graph
-        if plan.recompute:
-            graph = mark_recompute(graph, plan.recompute, stage_of_ops(graph, plan) if plan.stages else {})
-        if plan.stages:
-            return audit(lower_stages(graph, plan), self.config, self.hardware, optimizer=self.optimizer, times=self.times)
-        return audit(
-            lower(graph, plan), self.config, self.hardware,
-            optimizer=self.optimizer, times=self.times, num_microbatches=self.space.num_microbatches,
-        )  # fmt: skip
+
+def _by_fit(candidate: Candidate) -> tuple[bool, float]:
+    """What is placed to fit first, then what takes least memory."""
+    return candidate.attempt is not None, candidate.used_bytes
 
 
 def _bounded(free: Placed, least_s: float) -> Placed:

@@ -12,13 +12,16 @@ from shardwright.runtime.layout import Mesh
 @dataclass(frozen=True)
 class Placed:
     """The best placement of the whole model on one mesh. ``bound_s``: no placement on it takes less per step, for the reason
-    ``proof``, of those in ``space``.
+    ``proof``, of those in ``space``. ``interrupted``: it is what the solver had when it was interrupted from the keyboard.
+    ``cost_s``: seconds per step by the problem.
     """
 
     plan: Plan
     bound_s: float
     proof: str
     space: str
+    interrupted: bool = False
+    cost_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Wish:
     """What is to be placed: the whole model on a mesh over some ranks of the unit, in its order.
 
     ``memory_bytes``: what all of it may take on a rank, with ``in_flight`` microbatches' activations; those of ``recompute``
-    are computed again.
+    are computed again. ``hurried``: one that fits soon is wished for, be it not the best.
     """
 
     mesh: Mesh
@@ -35,6 +38,7 @@ class Wish:
     memory_bytes: float | None = None
     in_flight: int = 1
     recompute: tuple[str, ...] = ()
+    hurried: bool = False
 
 
 Placer = Callable[[Wish], Placed]

@@ -29,8 +29,8 @@ from shardwright.runtime.layout import Layout
 MAX_CORRECTIONS = 6
 """How often the memory row is corrected by the memory that a lowered plan takes."""
 
-CORRECTION = 0.99
-"""How much below what is needed the row is corrected, so that it ends."""
+CORRECTION, HURRIED_CORRECTION = 0.99, 0.9
+"""How much below what is needed the row is corrected, so that it ends; and where that is to be soon."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Space:
 @dataclass(frozen=True)
 class Placement:
     """A plan, and what is certain of it: ``cost_s`` seconds per step (without what pipelines add), of which no plan of the
-    ``space`` is below ``bound_s``, for the reason ``proof``. ``memory``: of a rank at its peak, where there is a limit and
-    the graph is no stage of a pipeline.
+    ``space`` is below ``bound_s``, for the reason ``proof``. ``memory``: of a rank at its peak, where there is a limit, the
+    graph is no stage of a pipeline, and there was time to measure. ``interrupted``: from the keyboard.
     """
 
     plan: Plan
@@ -69,6 +69,7 @@ class Placement:
     request: PlacementRequest
     formulation: Formulation
     choice: tuple[int, ...]
+    interrupted: bool = False
 
     @property
     def gap(self) -> float:
@@ -80,7 +81,8 @@ def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Place
     """The best placement found in the time of the request.
 
     With a memory limit, the best plan without it is tried first: where it fits, the limit costs nothing. Else the memory row
-    holds, corrected by what the lowered plan really takes until one fits.
+    holds, corrected by what the lowered plan really takes until one fits. What the deadline leaves no time to measure keeps the
+    row, as far as it was corrected, and has no ``memory``.
 
     ``pricing``: shared by requests for one mesh, ranks, hardware and times, which then only pay for what is new.
 
@@ -91,8 +93,8 @@ def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Place
     started = time.monotonic()
     rows = formulation.problem.rows
     walked = bool(rows) and request.in_flight == 1 and "sent" not in request.outputs.values()
-    problem = replace(formulation.problem, rows=()) if walked else formulation.problem
-    smallest = False
+    problem = replace(formulation.problem, rows=()) if walked and not request.hurried else formulation.problem
+    smallest, measured_s = False, 0.0
     for _ in range(MAX_CORRECTIONS + 1):
         left = max(1.0, request.time_limit_s - (time.monotonic() - started))
         solution = solve(problem, time_limit_s=left, target_gap=request.target_gap)
@@ -104,16 +106,18 @@ def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Place
             problem = replace(formulation.problem, rows=(replace(rows[0], limit=least * (1 + 1e-6)),))
             continue
         found = _placement(request, formulation, solution)
-        if not walked:
+        measuring = time.monotonic()
+        if not walked or solution.interrupted or (measured_s and measuring + measured_s > request.deadline):
             return found
         memory = program_memory(lower(formulation.graph, found.plan), request.config, request.optimizer)
         found = replace(found, memory=memory)
         assert request.memory_limit_bytes is not None
         if memory.peak_bytes <= request.memory_limit_bytes:
             return found
+        measured_s = time.monotonic() - measuring
         used = rows[0].used(found.choice)
         limit = min(problem.rows[0].limit, used) if problem.rows else used
-        limit *= CORRECTION * request.memory_limit_bytes / memory.peak_bytes
+        limit *= (HURRIED_CORRECTION if request.hurried else CORRECTION) * request.memory_limit_bytes / memory.peak_bytes
         problem = replace(formulation.problem, rows=(replace(rows[0], limit=limit),))
     assert request.memory_limit_bytes is not None
     return Infeasible(
@@ -136,6 +140,7 @@ def _placement(request: PlacementRequest, formulation: Formulation, solution: So
         request,
         formulation,
         choice,
+        solution.interrupted,
     )
 
 

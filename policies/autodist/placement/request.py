@@ -23,7 +23,8 @@ class PlacementRequest:
     (``None``: not needed, ``"whole"``, ``"sharded"``, a layout), and for what leaves a stage ``"sent"``: as it is made, without
     P and G. ``memory_limit_bytes``: of one rank, everything included. ``recompute``: module paths whose activations are
     computed again. ``in_flight``: microbatches whose activations are alive at once. ``target_gap``: how near to the bound is
-    near enough, relative to the cost.
+    near enough, relative to the cost. ``time_limit_s``: of the solver. ``deadline``: until when, by ``time.monotonic()``, the
+    memory is corrected by what a lowered plan takes; ``hurried``: in larger steps.
     """
 
     graph: PlannableGraph
@@ -42,3 +43,5 @@ class PlacementRequest:
     recompute: tuple[str, ...] = ()
     in_flight: int = 1
     times: OperatorTimes | None = None
+    deadline: float = float("inf")
+    hurried: bool = False

@@ -126,12 +126,14 @@ class Solution:
         cost: ``evaluate(problem, choice)``.
         bound: no feasible choice costs less.
         proof: where the bound comes from, in words.
+        interrupted: whether the search for it was interrupted from the keyboard.
     """
 
     choice: tuple[int, ...]
     cost: float
     bound: float
     proof: str
+    interrupted: bool = False
 
     @property
     def gap(self) -> float:

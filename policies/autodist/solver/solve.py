@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -68,16 +69,19 @@ def solve(
         start: a choice to begin with, say of a problem that differs a little; it need not respect the rows.
 
     Raises:
-        KeyboardInterrupt: only before any choice is found; later the best so far is returned.
+        KeyboardInterrupt: only before any choice is found; later the best so far is returned, and says so.
     """
     renumbering = Renumbering(problem)
     progress = Progress(renumbering.problem, time_limit_s, on_improvement, target_gap)
+    interrupted = False
     try:
         _search(renumbering.problem, renumbering.forth(start), progress)
     except KeyboardInterrupt:
         if progress.choice is None:
             raise
-    return renumbering.back(progress.result())
+        interrupted = True
+    found = renumbering.back(progress.result())
+    return replace(found, interrupted=True) if interrupted and isinstance(found, Solution) else found
 
 
 def lower_bound(problem: Problem, *, time_limit_s: float) -> float:

@@ -17,6 +17,7 @@ from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.verification.verify import verify
 from shardwright.policies.autodist.candidates import divisors, meshes, named, paces, renamed
+from shardwright.policies.autodist.clock import Clock
 from shardwright.policies.autodist.found import Found
 from shardwright.policies.autodist.search import Search
 from shardwright.policies.autodist.space import Placed, Space, Wish
@@ -46,8 +47,8 @@ def search(place: Any = by_thumb, num_ranks: int = 4, **space: Any) -> Found:
     every = {n: meshes(n) for n in divisors(num_ranks)}
     fields = {"meshes": every, "num_microbatches": 4, "schedules": ("1f1b", "zb_h1"), "audits": 3, "near": math.inf}
     fields["mixed"] = False
-    limit = {"time_limit_s": space.pop("time_limit_s")} if "time_limit_s" in space else {}
-    return Search(graph(), config, load_hardware("a100-80gb", num_ranks), Space(**fields | space), place, **limit).run()
+    clock = Clock(space.pop("time_limit_s", math.inf))
+    return Search(graph(), config, load_hardware("a100-80gb", num_ranks), Space(**fields | space), place, clock=clock).run()
 
 
 def test_every_number_of_positions_and_every_mesh_is_tried() -> None:

@@ -1,0 +1,55 @@
+"""The time that a search has."""
+
+from __future__ import annotations
+
+import time
+
+OVERTIME, OVERTIME_S = 1.2, 2.0
+"""A search that has nothing to answer with when its limit is over goes on until that many times the limit are, or as many
+seconds more, whatever is later.
+"""
+
+
+class Clock:
+    """How much of a limit is over, from when the clock was made. ``limit_s``: infinite for none."""
+
+    def __init__(self, limit_s: float = float("inf")) -> None:
+        self.limit_s = limit_s
+        self._began = time.monotonic()
+        self._is_ended = False
+
+    @property
+    def seconds(self) -> float:
+        """Since the clock was made."""
+        return time.monotonic() - self._began
+
+    @property
+    def left_s(self) -> float:
+        """Until the limit is over; negative after that."""
+        return 0.0 if self._is_ended else self.limit_s - self.seconds
+
+    def spent(self, more_s: float = 0.0) -> float:
+        """The share of the limit that is over, or will be after ``more_s``."""
+        return float("inf") if self._is_ended else (self.seconds + more_s) / max(self.limit_s, 1e-9)
+
+    def moment(self, share: float) -> float:
+        """When a share of the limit is over, as a time of ``time.monotonic()``."""
+        return float("-inf") if self._is_ended else self._began + share * self.limit_s
+
+    def end(self) -> None:
+        """Leave no time, as somebody waits for the answer."""
+        self._is_ended = True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether even a search without an answer ends: overtime is over."""
+        return self.seconds > self._latest_s
+
+    @property
+    def latest(self) -> float:
+        """When even a search without an answer ends, as a time of ``time.monotonic()``."""
+        return self._began + self._latest_s
+
+    @property
+    def _latest_s(self) -> float:
+        return max(OVERTIME * self.limit_s, self.limit_s + OVERTIME_S)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.plan_file import check_plan_file
 from shardwright.compiler.plan.refit import refit
 from shardwright.policies.policy import Policy, read_options
 from shardwright.runtime.config import ComputeConfig
@@ -30,12 +31,20 @@ def read_plan_file(path: str | Path) -> Plan:
     """The plan in a file. Raises :class:`PlanError` if there is none, or the file is not a plan."""
     path = Path(path)
     try:
-        return Plan.from_json(json.loads(path.read_text()))
+        data = json.loads(path.read_text())
     except OSError as error:
         raise PlanError(f"no plan can be read from {path}", why=str(error), hint="name the plan.json of a compile") from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        what = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
-        raise PlanError(f"{path} holds no plan", why=what, hint="compare it with the plan.json of a compile") from error
+    except ValueError as error:
+        raise _no_plan(path, str(error)) from error
+    try:
+        check_plan_file(data)
+    except PlanError as error:
+        raise _no_plan(path, error.what) from error
+    return Plan.from_json(data)
+
+
+def _no_plan(path: Path, why: str) -> PlanError:
+    return PlanError(f"{path} holds no plan", why=why, hint="compare it with the plan.json of a compile")
 
 
 def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:

@@ -6,7 +6,8 @@ so that a person sees at once how far the plan is from fitting.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from shardwright.compiler.ir.graph import IRGraph
@@ -140,7 +141,7 @@ def _unfitting(plan: Plan, graph: IRGraph) -> list[str]:
         ("input", plan.inputs, inputs),
         ("output", plan.outputs, output_paths(graph)),
     )
-    problems = [f"the model has no {what} {name!r}" for what, names, there in known for name in names if name not in there]
+    problems = [_unknown(what, name, there) for what, names, there in known for name in names if name not in there]
     for name, assignment in plan.strategies.items():
         if name in ops:
             problems += _refused(check_assignment, ops[name], assignment, _mesh_of(plan, assignment))
@@ -151,8 +152,14 @@ def _unfitting(plan: Plan, graph: IRGraph) -> list[str]:
                     problems += _refused(check_layout, name, layout, values[name], plan.mesh)
     for index, stage in enumerate(plan.stages):
         if index and stage.first_op not in ops:
-            problems.append(f"stage {index} begins at operator {stage.first_op!r}, which the model does not have")
+            problems.append(f"stage {index} begins there: {_unknown('operator', stage.first_op, ops)}")
     return problems
+
+
+def _unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """With the name that is nearest, if one is near."""
+    near = difflib.get_close_matches(name, tuple(known), n=1, cutoff=0.8)
+    return f"the model has no {what} {name!r}" + (f": did you mean {near[0]!r}?" if near else "")
 
 
 def _mesh_of(plan: Plan, assignment: Assignment) -> Mesh:

@@ -93,7 +93,6 @@ COUNTS = ("max_axes", "max_split", "num_microbatches", "num_stages", "chunks", "
 """Options that count something: at least 1."""
 
 
-
 def _check_amounts(options: AutodistOptions) -> None:
     """Refuse numbers that mean nothing."""
     for name in (*COUNTS, "memory_limit_gb", "time_limit_s"):

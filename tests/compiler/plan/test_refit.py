@@ -117,7 +117,7 @@ def test_another_model_is_refused() -> None:
     assert "more\n  try:" in text
 
 
-@pytest.mark.parametrize(("text", "why"), [("{", "Expecting property name"), ("[]", "the file holds list"), ("{}", "key 'mesh'")])
+@pytest.mark.parametrize(("text", "why"), [("{", "Expecting property name"), ("[]", "the file holds"), ("{}", "key 'mesh'")])
 def test_a_file_that_is_no_plan(text: str, why: str, tmp_path: Path, gpt: PlannableGraph) -> None:
     path = tmp_path / "plan.json"
     config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, pas_config={"load_plan": str(path)})

@@ -82,7 +82,13 @@ def pipeline_cost(
         for rank in ranks
     }
     return PlanCost(
-        hardware.name, step_s, tuple(found[rank] for rank in sorted(found)), memory, tuple(activities), line.bubble_ratio
+        hardware.name,
+        step_s,
+        tuple(found[rank] for rank in sorted(found)),
+        memory,
+        tuple(activities),
+        line.bubble_ratio,
+        messages={f"stage {a} to {b}": plan.num_microbatches * s for (a, b), s in sorted(transfers.items()) if s},
     )
 
 

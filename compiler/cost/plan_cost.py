@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardwright.compiler.cost.rank_memory import RankMemory
@@ -39,6 +39,8 @@ class RankCost:
 @dataclass(frozen=True)
 class PlanCost:
     """``step_s``: seconds of one step. ``ranks``, ``memory``: of every unit rank. ``timeline``: of one rank of each stage.
+    ``messages``: by ``"stage 0 to 1"``, the seconds that all values or gradients sent so in a step are under way, one after the
+    other; what of it no other work hides is in the ranks' ``idle_s``.
 
     ``bubble``: the share of the ranks' time in which a pipeline's schedule lets them wait. ``extrapolated``: what lies outside
     the sizes that the hardware's calibration measured.
@@ -51,6 +53,7 @@ class PlanCost:
     timeline: tuple[Activity, ...] = ()
     bubble: float = 0.0
     extrapolated: tuple[str, ...] = ()
+    messages: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:
@@ -78,6 +81,7 @@ class PlanCost:
             "memory": [memory.to_json() for memory in self.memory],
             "timeline": [[a.rank, a.name, a.start_s, a.end_s] for a in self.timeline],
             "extrapolated": list(self.extrapolated),
+            "messages": dict(self.messages),
         }
 
     @classmethod
@@ -91,6 +95,7 @@ class PlanCost:
             tuple(Activity(*item) for item in data["timeline"]),
             data["bubble"],
             tuple(data["extrapolated"]),
+            dict(data["messages"]),
         )
 
     def dumps(self) -> str:
@@ -112,10 +117,13 @@ class PlanCost:
             words = [f"compute {_seconds(cost.compute_s)}"]
             words += [f"{name} {_seconds(seconds)}" for name, seconds in cost.comm_s.items() if seconds]
             words += [f"idle {_seconds(cost.idle_s)}"] if cost.idle_s else []
-            title = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_spans(ranks)}"
+            title = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {spans(ranks)}"
             lines.append(f"  {title}: {', '.join(words)}")
             parts = ", ".join(f"{key} {_bytes(value)}" for key, value in held.by_category.items())
             lines.append(f"    {_bytes(held.peak_bytes)} at {held.moment or 'the start'}: {parts}")
+        if self.messages:
+            longest = max(self.messages, key=lambda name: self.messages[name])
+            lines.append(f"  messages under way: {_seconds(self.messages[longest])} from {longest}, which is most")
         if self.extrapolated:
             first, more = self.extrapolated[:3], len(self.extrapolated) - 3
             lines.append(f"  beyond what was measured: {', '.join(first)}{f' and {more} more' if more > 0 else ''}")
@@ -137,12 +145,12 @@ def _bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def _spans(ranks: list[int]) -> str:
-    """``0-3, 6``."""
-    spans: list[list[int]] = []
+def spans(ranks: Sequence[int]) -> str:
+    """Ascending ranks in words: ``0-3, 6``."""
+    found: list[list[int]] = []
     for rank in ranks:
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
+        if found and found[-1][1] == rank - 1:
+            found[-1][1] = rank
         else:
-            spans.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+            found.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)

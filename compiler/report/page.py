@@ -9,13 +9,16 @@ from importlib import resources
 from jinja2 import Environment, StrictUndefined
 
 from shardwright.compiler.cost.hardware import Hardware
-from shardwright.compiler.cost.plan_cost import PlanCost
+from shardwright.compiler.cost.plan_cost import PlanCost, spans
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.report.pictures import Bar, Box, amount, bars, ranks_on_machine, timeline
 from shardwright.compiler.report.plan_tables import alike_rows, in_words
 
 ROWS_SHOWN = 64
-"""Ranks beyond that many are left out of the pictures of ranks; the machine shows them all up to its own limit."""
+"""Bars beyond that many are left out. Ranks that are alike share one."""
+
+LABEL_LENGTH = 17
+"""Letters of a bar's label that there is room for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,25 +66,22 @@ def _sections(plan: Plan, cost: PlanCost, hardware: Hardware, limit: float) -> l
     rows: dict[str, list[Box]] = {}
     for activity in cost.timeline:
         rows.setdefault(f"rank {activity.rank}", []).append(Box(activity.name, activity.start_s, activity.end_s))
-    memory = [Bar(f"rank {m.rank}", {k: float(v) for k, v in m.by_category.items() if v}) for m in cost.memory[:ROWS_SHOWN]]
-    spent = [
-        Bar(f"rank {r.rank}", {"computing": r.compute_s, **r.comm_s, "waiting": r.idle_s}) for r in cost.ranks[:ROWS_SHOWN]
-    ]
-    left_out = f" The first {ROWS_SHOWN} of {len(cost.ranks)} ranks." if len(cost.ranks) > ROWS_SHOWN else ""
+    memory, more_memory = _alike((m.rank, {k: float(v) for k, v in m.by_category.items() if v}) for m in cost.memory)
+    spent, more_spent = _alike((r.rank, {"computing": r.compute_s, **r.comm_s, "waiting": r.idle_s}) for r in cost.ranks)
     stage_of = {rank: f"stage {i}" for i, stage in enumerate(plan.stages) for rank in stage.ranks}
     moments = sorted({(m.moment or "the start") for m in cost.memory})
     return [
         Section(title="A step in time", text="One rank of each stage." if plan.stages else "", picture=timeline(rows)),
         Section(
             title="Memory at its peak",
-            text=f"Reached at: {', '.join(moments[:4])}{' and others' if len(moments) > 4 else ''}.{left_out}",
+            text=f"Reached at: {', '.join(moments[:4])}{' and others' if len(moments) > 4 else ''}.{more_memory}",
             picture=bars(memory, "B", limit=limit),
         ),
-        Section(title="Where the time goes", text=left_out.strip(), picture=bars(spent, "s")),
+        Section(title="Where the time goes", text=more_spent.strip(), picture=bars(spent, "s")),
         Section(
             title="Communication",
-            text="" if any(r.comm_s for r in cost.ranks) else "None.",
-            columns=("axis and collective", "seconds of the rank that has most"),
+            text=_about_communication(cost),
+            columns=("axis and collective, or message", "of a step, on the rank that has most"),
             rows=_communication(cost),
         ),
         Section(
@@ -106,7 +106,31 @@ def _sections(plan: Plan, cost: PlanCost, hardware: Hardware, limit: float) -> l
 def _communication(cost: PlanCost) -> list[tuple[str, str]]:
     names = dict.fromkeys(name for rank in cost.ranks for name in rank.comm_s)
     most = {name: max(rank.comm_s.get(name, 0.0) for rank in cost.ranks) for name in names}
+    most |= {f"messages, {name}": seconds for name, seconds in cost.messages.items()}
     return [(name, amount(seconds, "s")) for name, seconds in sorted(most.items(), key=lambda item: -item[1])]
+
+
+def _about_communication(cost: PlanCost) -> str:
+    if cost.messages:
+        return "Messages between stages are under way beside other work; what that does not hide is waiting."
+    return "" if any(r.comm_s for r in cost.ranks) else "None."
+
+
+def _alike(parts: Iterable[tuple[int, dict[str, float]]]) -> tuple[list[Bar], str]:
+    """A bar for all ranks with the same parts, and a sentence if there are more bars than are shown."""
+    ranks: dict[tuple[tuple[str, float], ...], list[int]] = {}
+    for rank, own in parts:
+        ranks.setdefault(tuple(own.items()), []).append(rank)
+    found = [Bar(_named(own), dict(items)) for items, own in ranks.items()]
+    return found[:ROWS_SHOWN], f" The first {ROWS_SHOWN} of {len(found)} kinds of ranks." if len(found) > ROWS_SHOWN else ""
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0-63``, ``32 ranks from 1``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    text = f"ranks {spans(ranks)}"
+    return text if len(text) <= LABEL_LENGTH else f"{len(ranks)} ranks from {ranks[0]}"
 
 
 def _axes(plan: Plan) -> tuple[str, ...]:

@@ -467,4 +467,6 @@ def _bounded(free: Placed, least_s: float) -> Placed:
     """
     if least_s <= free.bound_s or least_s == float("inf"):
         return free
-    return replace(free, bound_s=least_s, proof="Lagrange multiplier of the memory, whatever is computed again")
+    binds = least_s > (1 + BINDS) * free.bound_s
+    proof = "Lagrange multiplier of the memory, whatever is computed again" if binds else free.proof
+    return replace(free, bound_s=least_s, proof=proof)

@@ -13,9 +13,13 @@ import zoo
 from shardwright.compiler.cli import main
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.hardware import load_hardware
-from shardwright.compiler.cost.plan_cost import PlanCost
+from shardwright.compiler.cost.pipeline_time import transfer_seconds
+from shardwright.compiler.cost.plan_cost import PlanCost, RankCost
+from shardwright.compiler.cost.rank_memory import RankMemory
+from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.report.page import Section, page
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.layout import Mesh
 
 MODELS = """
 import sys
@@ -68,6 +72,22 @@ def test_the_page_has_every_part_and_needs_nothing_else(policy: str) -> None:
         assert heading in read.texts
     assert {"1 < 2", "gap", "0 %", "rank 0", "How tensors are held"} <= set(read.texts)
     assert ("waiting in the pipeline" in read.texts) == (policy == "hybrid")
+    if policy == "tp":
+        assert read.texts.count("ranks 0-3") == 2 and "tp all_reduce" in read.texts  # bars of memory and of time
+    else:
+        assert {"messages, stage 0 to 1", "messages, stage 1 to 0"} <= set(read.texts)
+        once = transfer_seconds(compiled.program, hardware)
+        assert cost.messages == {f"stage {a} to {b}": 4 * seconds for (a, b), seconds in once.items()}
+        assert PlanCost.from_json(json.loads(cost.dumps())) == cost and "messages under way: " in str(cost)
+
+
+def test_alike_ranks_share_a_bar() -> None:
+    hardware = load_hardware("a100-80gb", 128)
+    memory = tuple(RankMemory(rank, {"parameter": 2**30 * (1 + rank % 2)}, "") for rank in range(128))
+    ranks = tuple(RankCost(rank, 1.0 + rank / 1000, {"tp all_reduce": 0.5}) for rank in range(128))
+    read = Reader(page("Model", Plan(Mesh((("tp", 128),))), PlanCost("a100-80gb", 2.0, ranks, memory), hardware))
+    assert {"64 ranks from 0", "64 ranks from 1", "1 GiB", "2 GiB"} <= set(read.texts)
+    assert "The first 64 of 128 kinds of ranks." in read.texts
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from shardwright.runtime.distributed_config import DistributedOptimizerConfig
 from shardwright.runtime.errors import ConfigError, did_you_mean
+from shardwright.runtime.named_fields import named_fields
 
 OUTPUT_MODES = ("whole", "sharded", "drop")
 """What a rank gets of one output: all of it, its own piece, or nothing (and no collective is spent on it)."""
@@ -42,6 +43,7 @@ class BroadcastGenFilesStrategy(Enum):
     CODE = "code"  # the programs of the ranks and what is needed to check them
 
 
+@named_fields
 @dataclass(frozen=True, kw_only=True)
 class ComputeConfig:
     """How many ranks a module is compiled for, and how it is to run on them.

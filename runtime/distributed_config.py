@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from shardwright.runtime.errors import ConfigError, did_you_mean
+from shardwright.runtime.named_fields import named_fields
 
 DTYPES: Mapping[str, str] = {
     "float32": "float32",
@@ -20,6 +21,7 @@ DTYPES: Mapping[str, str] = {
 """What a dtype of the table may be called, and torch's name of it. A ``torch.dtype`` is accepted too."""
 
 
+@named_fields
 @dataclass(frozen=True, kw_only=True)
 class DistributedOptimizerConfig:
     """In which precision optimizer state is kept, and how gradients and parameters travel, at every stage of ZeRO.

@@ -1,7 +1,9 @@
 """ComputeConfig: what is accepted, what is refused and in which words, JSON and digest."""
 
+import copy
 import dataclasses
 import json
+import pickle
 import subprocess
 import sys
 
@@ -199,6 +201,28 @@ REFUSALS = {
 def test_refusals(case):
     fields, text = REFUSALS[case]
     assert refusal(**fields) == text
+
+
+def test_fields_are_known_by_name():
+    with pytest.raises(ConfigError) as caught:
+        ComputeConfig(plan_ngpu=2, runtime_ngpus=2)
+    assert str(caught.value) == "ComputeConfig has no field 'plan_ngpu'\n  try:   did you mean 'plan_ngpus'?"
+    with pytest.raises(ConfigError) as caught:
+        ComputeConfig(plan_ngpus=2)
+    assert str(caught.value) == (
+        "ComputeConfig lacks runtime_ngpus\n  why:   there is no default for it\n  try:   ComputeConfig(runtime_ngpus=...)"
+    )
+    with pytest.raises(ConfigError) as caught:
+        ComputeConfig(2, 4)
+    assert str(caught.value) == (
+        "the fields of ComputeConfig are given by name\n  why:   2 are given without one\n"
+        "  try:   ComputeConfig(plan_ngpus=..., runtime_ngpus=...)"
+    )
+    with pytest.raises(ConfigError) as caught:
+        DistributedOptimizerConfig(bucket_cap=1)
+    assert str(caught.value) == ("DistributedOptimizerConfig has no field 'bucket_cap'\n  try:   did you mean 'bucket_cap_mb'?")
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2)
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
 
 
 def test_of_a_dict():

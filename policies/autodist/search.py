@@ -91,6 +91,7 @@ class Search:
         self.found = Found()
         self._seen: list[Candidate] = []  # what was audited
         self._sure: list[Candidate] = []  # placed to fit, where time is short
+        self._num_tried = 0  # meshes
         self._longest_s = 0.0  # of placing the model on a mesh
 
     def run(self) -> Found:
@@ -154,9 +155,11 @@ class Search:
             self.found.interrupted = f"the time limit of {self.clock.limit_s:.0f} s"
 
     def _may_end(self, share: float) -> bool:
-        """Whether a share of the time is over, and there is something to audit; or overtime."""
+        """Whether a share of the time is over, and there is something to audit, or overtime is over; never before the first
+        mesh was tried.
+        """
         has_some = bool(self.found.others or self.found.audited or self._sure)
-        return self.clock.spent() > share and (has_some or self.clock.is_over)
+        return self.clock.spent() > share and (has_some or (self._num_tried > 0 and self.clock.is_over))
 
     def _hurries(self) -> bool:
         """Whether there is time for little more than one plan that fits, and none yet."""
@@ -175,6 +178,7 @@ class Search:
                     break
                 if opening.bound_s < self._best_s():
                     self._try_mesh(opening)
+                    self._num_tried += 1
                     waiting.remove(opening)
             self._audit_best()
             has_some = self.found.audited or self.found.others

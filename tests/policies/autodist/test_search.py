@@ -16,9 +16,11 @@ from shardwright.compiler.cost.hardware import load_hardware
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.verification.verify import verify
+from shardwright.policies.autodist.auditing import is_same
 from shardwright.policies.autodist.candidates import divisors, meshes, named, paces, renamed
 from shardwright.policies.autodist.clock import Clock
 from shardwright.policies.autodist.found import Found
+from shardwright.policies.autodist.policy import settled
 from shardwright.policies.autodist.search import Search
 from shardwright.policies.autodist.space import Placed, Space, Wish
 from shardwright.policies.choice import choose_dims
@@ -47,8 +49,10 @@ def search(place: Any = by_thumb, num_ranks: int = 4, **space: Any) -> Found:
     every = {n: meshes(n) for n in divisors(num_ranks)}
     fields = {"meshes": every, "num_microbatches": 4, "schedules": ("1f1b", "zb_h1"), "audits": 3, "near": math.inf}
     fields["mixed"] = False
-    clock = Clock(space.pop("time_limit_s", math.inf))
-    return Search(graph(), config, load_hardware("a100-80gb", num_ranks), Space(**fields | space), place, clock=clock).run()
+    clock, least = Clock(space.pop("time_limit_s", math.inf)), space.pop("least", None)
+    return Search(
+        graph(), config, load_hardware("a100-80gb", num_ranks), Space(**fields | space), place, clock=clock, least=least
+    ).run()
 
 
 def test_every_number_of_positions_and_every_mesh_is_tried() -> None:
@@ -154,6 +158,45 @@ def test_the_time_limit_ends_openings_trials_and_audits() -> None:
     assert found.interrupted == "the time limit of 0 s" and len(found.audited) == 1 and not found.refused
 
 
+def test_what_is_likely_to_fit_is_tried_first_where_time_is_short() -> None:
+    """One plan, placed for the memory with all layers computed again, and audited as it is."""
+    asked: list[Wish] = []
+
+    def noted(wish: Wish) -> Placed:
+        asked.append(wish)
+        placed = by_thumb(wish)
+        return replace(placed, plan=replace(placed.plan, recompute=wish.recompute))
+
+    found = search(noted, time_limit_s=0.0, num_positions=1, memory_bytes=1e12, least=lambda wish: math.inf)
+    assert [wish.hurried for wish in asked] == [False, True] and asked[-1].recompute and asked[-1].memory_bytes == 1e12
+    assert found.best is not None and found.best.title == "x=4, all layers computed again"
+    assert found.best.plan.recompute == asked[-1].recompute and not found.others
+
+
+def test_a_search_without_an_answer_says_that_time_was_over() -> None:
+    found = search(time_limit_s=0.0, num_positions=1, memory_bytes=1.0)
+    assert found.best is None and found.interrupted == "the time limit of 0 s"
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4)
+    with pytest.raises(PlanError) as caught:
+        settled(replace(found, seconds=3.0), config, load_hardware("a100-80gb", 4))
+    what, why, hint = str(caught.value).splitlines()
+    assert what == "no plan for 4 ranks was found before the time limit of 0 s ended the search, after 3 s"
+    assert why.startswith("  why:   x=4") and "0.00 GB are allowed" in why
+    assert hint == "  try:   a longer time_limit_s, or less to search: mesh, num_stages or schedule given"
+
+
+def test_one_plan_with_its_axes_in_another_order_is_audited_once() -> None:
+    def alike(wish: Wish) -> Placed:
+        placed = by_thumb(wish)
+        roles = {axis: "tp" if axis == wish.mesh.names[-1] else "dp" for axis in wish.mesh.names}
+        return replace(placed, plan=renamed(placed.plan, roles))
+
+    orders = [Mesh((("x", 2), ("y", 2))), Mesh((("y", 2), ("x", 2)))]
+    found = search(alike, meshes={4: orders}, num_positions=1, audits=100)
+    assert len(found.audited) == 1 and len(found.others) == 1
+    assert is_same(found.audited[0], found.others[0]) and found.audited[0].plan.mesh.names == ("dp", "tp")
+
+
 def test_an_interrupt_keeps_the_best_so_far() -> None:
     calls: list[Wish] = []
 
@@ -165,6 +208,37 @@ def test_an_interrupt_keeps_the_best_so_far() -> None:
 
     found = search(interrupted)
     assert found.interrupted == "Ctrl-C" and len(found.audited) == 1
+
+
+def test_an_interrupt_that_the_solver_took_ends_the_search() -> None:
+    calls: list[Wish] = []
+
+    def interrupted(wish: Wish) -> Placed:
+        calls.append(wish)
+        return replace(by_thumb(wish), interrupted=len(calls) == 2)
+
+    found = search(interrupted)
+    assert found.interrupted == "Ctrl-C" and len(calls) == 2 and len(found.audited) == 1
+
+
+def test_a_second_interrupt_ends_what_follows_the_first() -> None:
+    def interrupted(wish: Wish) -> Placed:
+        if wish.memory_bytes is not None or len(wish.mesh.axes) == 2:
+            raise KeyboardInterrupt
+        return by_thumb(wish)
+
+    found = search(interrupted)
+    assert found.best is not None and found.interrupted == "Ctrl-C"
+    nothing = search(interrupted, memory_bytes=1.0, num_positions=1)
+    assert nothing.best is None and nothing.interrupted == "Ctrl-C" and "GB are allowed" in nothing.refused["x=4"]
+
+
+def test_an_interrupt_before_anything_is_placed_goes_on() -> None:
+    def interrupted(wish: Wish) -> Placed:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        search(interrupted)
 
 
 def test_what_is_found_trains_like_one_device(tmp_path: Path) -> None:

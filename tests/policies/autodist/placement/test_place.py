@@ -361,6 +361,20 @@ def test_constraints_that_nothing_answers_to(constraints: Constraints, message: 
     assert str(caught.value).startswith(message)
 
 
+def test_a_deadline_leaves_the_memory_as_far_as_it_was_corrected() -> None:
+    hardware = load_hardware("a100-80gb", 4)
+    wanted = request(zoo_graph("mlp"), mesh_of("4"), hardware, memory_limit_bytes=1e12)
+    free = placed(wanted)
+    assert free.memory is not None
+    limit = 0.6 * free.memory.peak_bytes
+    late = placed(replace(wanted, memory_limit_bytes=limit, deadline=0.0))
+    assert late.memory is None, "measured once, which took time"
+    row = late.formulation.problem.rows[0]
+    assert row.used(late.choice) < row.used(free.choice)
+    hurried = placed(replace(wanted, memory_limit_bytes=limit, hurried=True))
+    assert hurried.memory is not None and hurried.memory.peak_bytes <= limit
+
+
 def test_a_memory_limit_holds_and_costs() -> None:
     hardware = load_hardware("a100-80gb", 4)  # so fast that splitting a small model only costs
     free = placed(request(zoo_graph("mlp"), mesh_of("4"), hardware, memory_limit_bytes=1e12))

@@ -52,7 +52,7 @@ ZERO = [
 ]
 
 
-@pytest.mark.parametrize(("pipe", "zero"), zip([*TIED[:2], CUT[0]], [ZERO[0], ZERO[2], ZERO[0]], strict=True), ids=str)
+@pytest.mark.parametrize(("pipe", "zero"), [(TIED[0], ZERO[0]), (TIED[1], ZERO[2]), (CUT[0], ZERO[0])], ids=str)
 def test_saved_by_a_pipeline_with_split_state(tmp_path, pipe, zero):
     check_saved(tmp_path, pipe, 2, zero)
 

@@ -1,4 +1,4 @@
-"""Operators that move elements around: views, permutations, expansion, concatenation, splitting, padding.
+"""Operators that give elements another shape: views, permutations, expansion.
 
 They are linear. Sizes and counts among their arguments are rewritten from a rank's local sizes.
 """
@@ -9,15 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from shardwright.compiler.ir.op import Arg, IROp
-from shardwright.compiler.ir.size import Size, is_static
-from shardwright.compiler.ops.aliases import Kwargs, callables, functions, getter, methods, rewriting, through
+from shardwright.compiler.ops.aliases import Kwargs, callables, getter, methods, rewriting, through
 from shardwright.compiler.ops.builder import FROZEN, RuleBuilder, all_dims, broadcast, dim_of, linear_sets
 from shardwright.compiler.ops.opdef import RuleMaker
 from shardwright.compiler.ops.registry import define
-from shardwright.compiler.ops.rule import DimRefs, FactorRef, Localise, LocalSizes, OpRule, TensorRefs
+from shardwright.compiler.ops.rule import DimRefs, Localise, LocalSizes, OpRule, TensorRefs
 from shardwright.compiler.ops.shapes import factorise
 
 
@@ -262,214 +260,6 @@ define(
     ),
 )
 define("meshgrid", "*tensors, indexing=None", "torch.meshgrid", _meshgrid, torch.meshgrid)
-
-# ------------------------------------------------------------------------------------------------ joining and splitting
-
-
-def _cat(op: IROp) -> OpRule:
-    """The dim of the result is a concatenation; each operand has one segment of it."""
-    build = RuleBuilder()
-    shape = op.results[0].shape
-    dim = dim_of(op, len(shape))
-    joined = [value for value in op.operands if value.ndim == len(shape)]  # empty tensors of one dim may stand beside
-    result = list(build.tensor(shape))
-    whole = build.factor(*(value.shape[dim] for value in joined))
-    result[dim] = (whole,)
-    operands: list[TensorRefs] = []
-    segments = iter(range(len(joined)))
-    for value in op.operands:
-        if value.ndim == len(shape):
-            segment = FactorRef(whole.factor, next(segments) if len(joined) > 1 else None)
-            operands.append((*result[:dim], (segment,), *result[dim + 1 :]))
-        else:
-            operands.append(build.whole(value.shape))
-    return build.rule(operands, [tuple(result)], linear=linear_sets(op, ("tensors",)))
-
-
-def _stack(op: IROp) -> OpRule:
-    build = RuleBuilder()
-    operand = build.tensor(op.operands[0].shape)
-    dim = dim_of(op, len(operand) + 1)
-    new = build.dim(len(op.operands), FROZEN)
-    result = (*operand[:dim], new, *operand[dim:])
-    return build.rule([operand] * len(op.operands), [result], linear=linear_sets(op, ("tensors",)))
-
-
-def _split(localise: Localise | None, *, unequal: bool = True) -> Callable[[IROp], OpRule]:
-    """Equal pieces: the dim is (pieces, piece). Others: it is a concatenation, or frozen where the call cannot say sizes."""
-
-    def rule(op: IROp) -> OpRule:
-        build = RuleBuilder()
-        shape = op.operands[0].shape
-        dim = dim_of(op, len(shape))
-        source = list(build.tensor(shape))
-        sizes = [result.shape[dim] for result in op.results]
-        pieces: list[DimRefs]
-        if all(size == sizes[0] for size in sizes):
-            piece = build.dim(sizes[0])
-            source[dim] = (*build.dim(len(sizes), FROZEN), *piece)
-            pieces = [piece] * len(sizes)
-        elif unequal:
-            whole = build.factor(*sizes)
-            source[dim] = (whole,)
-            pieces = [(FactorRef(whole.factor, i),) for i in range(len(sizes))]
-        else:
-            source[dim] = build.dim(shape[dim], FROZEN)
-            pieces = [build.dim(size, FROZEN) for size in sizes]
-        results = [(*source[:dim], piece, *source[dim + 1 :]) for piece in pieces]
-        return build.rule([tuple(source)], results, linear=linear_sets(op, ("input",)), localise=localise)
-
-    return rule
-
-
-def _piece_sizes(op: IROp, rule: OpRule, local: LocalSizes) -> tuple[Size, ...]:
-    dim = dim_of(op, len(rule.operands[0]))
-    return tuple(local.dim_size(result[dim]) for result in rule.results)
-
-
-def _split_sizes(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
-    sizes = _piece_sizes(op, rule, local)
-    equal = is_static(sizes[0]) and all(size == sizes[0] for size in sizes)  # others may be empty on a rank
-    return {"split_size_or_sections": sizes[0] if equal else sizes}
-
-
-def _split_bounds(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
-    if isinstance(op.arg("indices_or_sections"), int):
-        return {}
-    sizes = _piece_sizes(op, rule, local)
-    return {"indices_or_sections": tuple(sum(sizes[:i]) for i in range(1, len(sizes)))}
-
-
-def _num_chunks(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
-    """As many as there are, which may be fewer than were asked for: a rank with empty pieces has as many."""
-    return {"chunks": len(rule.results)}
-
-
-def _tensor_split(op: IROp) -> OpRule:
-    return _split(_split_bounds, unequal=not isinstance(op.arg("indices_or_sections"), int))(op)
-
-
-def _unbind(op: IROp) -> OpRule:
-    build = RuleBuilder()
-    shape = op.operands[0].shape
-    dim = dim_of(op, len(shape))
-    source = build.tensor(shape, frozen=(dim,))
-    return build.rule([source], [source[:dim] + source[dim + 1 :]] * len(op.results), linear=linear_sets(op, ("input",)))
-
-
-define("cat", "tensors, dim=0", "torch.cat", _cat, *functions("cat", "concat", "concatenate"))
-define("stack", "tensors, dim=0", "torch.stack", _stack, torch.stack)
-define(
-    "split",
-    "input, split_size_or_sections, dim=0",
-    ".split",
-    _split(_split_sizes),
-    *callables("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"),
-    renames={"tensor": "input", "split_size": "split_size_or_sections", "split_sizes": "split_size_or_sections"},
-)
-define("chunk", "input, chunks, dim=0", ".chunk", _split(_num_chunks, unequal=False), *callables("chunk", "unsafe_chunk"))
-define(
-    "tensor_split",
-    "input, indices_or_sections, dim=0",
-    ".tensor_split",
-    _tensor_split,
-    *callables("tensor_split"),
-    renames={"indices": "indices_or_sections", "sections": "indices_or_sections"},
-)
-define("unbind", "input, dim=0", ".unbind", _unbind, *callables("unbind"))
-
-# ------------------------------------------------------------------------------------------------ places that have meaning
-
-
-def _frozen_dims(name: str, default: Arg = None) -> RuleMaker:
-    """The result has the shape of the input; the dims named by an argument (``None``: all) are frozen."""
-
-    def rule(op: IROp) -> OpRule:
-        build = RuleBuilder()
-        shape = op.operands[0].shape
-        refs = build.tensor(shape, frozen=all_dims(op.arg(name, default), len(shape)))
-        return build.rule([refs], [refs], linear=linear_sets(op, ("input",)))
-
-    return rule
-
-
-def _triangle(op: IROp) -> OpRule:
-    build = RuleBuilder()
-    ndim = op.operands[0].ndim
-    refs = build.tensor(op.operands[0].shape, frozen=(ndim - 2, ndim - 1))
-    return build.rule([refs], [refs], linear=linear_sets(op, ("input",)))
-
-
-def _pad(op: IROp) -> OpRule:
-    """Padded dims are frozen. Reflected, repeated and zero padding are linear, other constants are not."""
-    build = RuleBuilder()
-    old, new = op.operands[0].shape, op.results[0].shape
-    amounts = op.arg("pad")
-    padded = {len(old) - 1 - i // 2 for i, amount in enumerate(amounts) if amount != 0}
-    constant = op.arg("mode", "constant") == "constant"
-    # the other modes are made for [N, C, ...], and refuse tensors that are empty in any dim but N
-    frozen = padded if constant else set(range(1 if len(old) == len(amounts) // 2 + 2 else 0, len(old)))
-    operand = build.tensor(old, frozen)
-    result = tuple(build.dim(new[dim], FROZEN) if dim in padded else refs for dim, refs in enumerate(operand))
-    linear = not constant or op.arg("value") in (None, 0)
-    return build.rule([operand], [result], linear=linear_sets(op, ("input",)) if linear else ())
-
-
-def _diff(op: IROp) -> OpRule:
-    build = RuleBuilder()
-    shape = op.results[0].shape
-    dim = dim_of(op, len(shape), default=-1)
-    result = build.tensor(shape, frozen=(dim,))
-    operands = [(*result[:dim], build.dim(value.shape[dim], FROZEN), *result[dim + 1 :]) for value in op.operands]
-    return build.rule(operands, [result], linear=linear_sets(op, ("input", "prepend", "append")))
-
-
-def _diagonal(op: IROp) -> OpRule:
-    build = RuleBuilder()
-    shape = op.operands[0].shape
-    dims = (dim_of(op, len(shape), "dim1", 0), dim_of(op, len(shape), "dim2", 1))
-    operand = build.tensor(shape, frozen=dims)
-    rest = tuple(refs for dim, refs in enumerate(operand) if dim not in dims)
-    return build.rule([operand], [(*rest, build.dim(op.results[0].shape[-1], FROZEN))], linear=linear_sets(op, ("input",)))
-
-
-def _diag_embed(op: IROp) -> OpRule:
-    build = RuleBuilder()
-    shape = op.results[0].shape
-    dims = (dim_of(op, len(shape), "dim1", -2), dim_of(op, len(shape), "dim2", -1))
-    result = build.tensor(shape, frozen=dims)
-    rest = tuple(refs for dim, refs in enumerate(result) if dim not in dims)
-    return build.rule([(*rest, build.dim(op.operands[0].shape[-1], FROZEN))], [result], linear=linear_sets(op, ("input",)))
-
-
-def _unfold(op: IROp) -> OpRule:
-    """Even windows that tile the dim freeze it: a rank without any could not say so."""
-    build = RuleBuilder()
-    shape = op.operands[0].shape
-    dim = dim_of(op, len(shape), "dimension")
-    source = build.tensor(shape, frozen=(dim,))
-    windows = build.dim(op.results[0].shape[dim], FROZEN)
-    window = build.dim(op.arg("size"), FROZEN)
-    return build.rule([source], [(*source[:dim], windows, *source[dim + 1 :], window)], linear=linear_sets(op, ("input",)))
-
-
-define("roll", "input, shifts, dims=None", "torch.roll", _frozen_dims("dims"), *callables("roll"))
-define(
-    "flip",
-    "input, *dims",
-    ".flip",
-    _frozen_dims("dims"),
-    *callables("flip"),
-    *through(lambda args, kwargs: ((*args, 0), kwargs), callables("flipud")),
-    *through(lambda args, kwargs: ((*args, 1), kwargs), callables("fliplr")),
-)
-define("tril", "input, diagonal=0", "torch.tril", _triangle, *callables("tril"))
-define("triu", "input, diagonal=0", "torch.triu", _triangle, *callables("triu"))
-define("pad", "input, pad, mode='constant', value=None", "F.pad", _pad, F.pad)
-define("diff", "input, n=1, dim=-1, prepend=None, append=None", "torch.diff", _diff, *callables("diff"))
-define("diagonal", "input, offset=0, dim1=0, dim2=1", ".diagonal", _diagonal, *callables("diagonal"))
-define("diag_embed", "input, offset=0, dim1=-2, dim2=-1", "torch.diag_embed", _diag_embed, *callables("diag_embed"))
-define("unfold", "input, dimension, size, step", ".unfold", _unfold, *methods("unfold"))
 
 # ------------------------------------------------------------------------------------------------ halves and complex parts
 

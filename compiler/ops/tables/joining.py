@@ -1,0 +1,127 @@
+"""Operators that join tensors and cut them: concatenation, stacking, splitting. Linear, like all that moves elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from shardwright.compiler.ir.op import Arg, IROp
+from shardwright.compiler.ir.size import Size, is_static
+from shardwright.compiler.ops.aliases import callables, functions
+from shardwright.compiler.ops.builder import FROZEN, RuleBuilder, dim_of, linear_sets
+from shardwright.compiler.ops.registry import define
+from shardwright.compiler.ops.rule import DimRefs, FactorRef, Localise, LocalSizes, OpRule, TensorRefs
+
+
+def _cat(op: IROp) -> OpRule:
+    """The dim of the result is a concatenation; each operand has one segment of it."""
+    build = RuleBuilder()
+    shape = op.results[0].shape
+    dim = dim_of(op, len(shape))
+    joined = [value for value in op.operands if value.ndim == len(shape)]  # empty tensors of one dim may stand beside
+    result = list(build.tensor(shape))
+    whole = build.factor(*(value.shape[dim] for value in joined))
+    result[dim] = (whole,)
+    operands: list[TensorRefs] = []
+    segments = iter(range(len(joined)))
+    for value in op.operands:
+        if value.ndim == len(shape):
+            segment = FactorRef(whole.factor, next(segments) if len(joined) > 1 else None)
+            operands.append((*result[:dim], (segment,), *result[dim + 1 :]))
+        else:
+            operands.append(build.whole(value.shape))
+    return build.rule(operands, [tuple(result)], linear=linear_sets(op, ("tensors",)))
+
+
+def _stack(op: IROp) -> OpRule:
+    build = RuleBuilder()
+    operand = build.tensor(op.operands[0].shape)
+    dim = dim_of(op, len(operand) + 1)
+    new = build.dim(len(op.operands), FROZEN)
+    result = (*operand[:dim], new, *operand[dim:])
+    return build.rule([operand] * len(op.operands), [result], linear=linear_sets(op, ("tensors",)))
+
+
+def _split(localise: Localise | None, *, unequal: bool = True) -> Callable[[IROp], OpRule]:
+    """Equal pieces: the dim is (pieces, piece). Others: it is a concatenation, or frozen where the call cannot say sizes."""
+
+    def rule(op: IROp) -> OpRule:
+        build = RuleBuilder()
+        shape = op.operands[0].shape
+        dim = dim_of(op, len(shape))
+        source = list(build.tensor(shape))
+        sizes = [result.shape[dim] for result in op.results]
+        pieces: list[DimRefs]
+        if all(size == sizes[0] for size in sizes):
+            piece = build.dim(sizes[0])
+            source[dim] = (*build.dim(len(sizes), FROZEN), *piece)
+            pieces = [piece] * len(sizes)
+        elif unequal:
+            whole = build.factor(*sizes)
+            source[dim] = (whole,)
+            pieces = [(FactorRef(whole.factor, i),) for i in range(len(sizes))]
+        else:
+            source[dim] = build.dim(shape[dim], FROZEN)
+            pieces = [build.dim(size, FROZEN) for size in sizes]
+        results = [(*source[:dim], piece, *source[dim + 1 :]) for piece in pieces]
+        return build.rule([tuple(source)], results, linear=linear_sets(op, ("input",)), localise=localise)
+
+    return rule
+
+
+def _piece_sizes(op: IROp, rule: OpRule, local: LocalSizes) -> tuple[Size, ...]:
+    dim = dim_of(op, len(rule.operands[0]))
+    return tuple(local.dim_size(result[dim]) for result in rule.results)
+
+
+def _split_sizes(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
+    sizes = _piece_sizes(op, rule, local)
+    equal = is_static(sizes[0]) and all(size == sizes[0] for size in sizes)  # others may be empty on a rank
+    return {"split_size_or_sections": sizes[0] if equal else sizes}
+
+
+def _split_bounds(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
+    if isinstance(op.arg("indices_or_sections"), int):
+        return {}
+    sizes = _piece_sizes(op, rule, local)
+    return {"indices_or_sections": tuple(sum(sizes[:i]) for i in range(1, len(sizes)))}
+
+
+def _num_chunks(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
+    """As many as there are, which may be fewer than were asked for: a rank with empty pieces has as many."""
+    return {"chunks": len(rule.results)}
+
+
+def _tensor_split(op: IROp) -> OpRule:
+    return _split(_split_bounds, unequal=not isinstance(op.arg("indices_or_sections"), int))(op)
+
+
+def _unbind(op: IROp) -> OpRule:
+    build = RuleBuilder()
+    shape = op.operands[0].shape
+    dim = dim_of(op, len(shape))
+    source = build.tensor(shape, frozen=(dim,))
+    return build.rule([source], [source[:dim] + source[dim + 1 :]] * len(op.results), linear=linear_sets(op, ("input",)))
+
+
+define("cat", "tensors, dim=0", "torch.cat", _cat, *functions("cat", "concat", "concatenate"))
+define("stack", "tensors, dim=0", "torch.stack", _stack, torch.stack)
+define(
+    "split",
+    "input, split_size_or_sections, dim=0",
+    ".split",
+    _split(_split_sizes),
+    *callables("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"),
+    renames={"tensor": "input", "split_size": "split_size_or_sections", "split_sizes": "split_size_or_sections"},
+)
+define("chunk", "input, chunks, dim=0", ".chunk", _split(_num_chunks, unequal=False), *callables("chunk", "unsafe_chunk"))
+define(
+    "tensor_split",
+    "input, indices_or_sections, dim=0",
+    ".tensor_split",
+    _tensor_split,
+    *callables("tensor_split"),
+    renames={"indices": "indices_or_sections", "sections": "indices_or_sections"},
+)
+define("unbind", "input, dim=0", ".unbind", _unbind, *callables("unbind"))

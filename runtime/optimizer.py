@@ -22,7 +22,7 @@ from shardwright.runtime.errors import UsageError
 from shardwright.runtime.gradients import TrainedModel
 from shardwright.runtime.gradnorm import global_norm, norm_dtype, unscale
 from shardwright.runtime.reducer import Reducer, ReducerHook
-from shardwright.runtime.user_optimizer import ELEMENTWISE, check_kind, kind_of, params_of, updated_names
+from shardwright.runtime.user_optimizer import ELEMENTWISE, check_kind, group_alike, kind_of, made_of, updated_names
 from shardwright.runtime.zero.build import shards_of
 from shardwright.runtime.zero.exchange import WholeParameters, whole_parameters
 from shardwright.runtime.zero.gathering import ParameterGathering
@@ -253,8 +253,8 @@ def build_optimizer(
     """An optimizer for a module that is, or contains, compiled modules; parts that were not compiled are trained too.
 
     ``optimizer_fn(parameters, **kwargs)`` is an optimizer class or a function that returns an optimizer. A function may be
-    called twice, as it must be known what it makes before shards are made for it. ``param_groups`` gives the options of each
-    parameter by name (``lambda name, p: {"weight_decay": 0.0} if p.ndim < 2 else {}``); those with equal options form a
+    called twice, as it must be known what it makes before shards are made for it; groups and options are
+    those of the first call. ``param_groups`` gives the options of each parameter by name (``lambda name, p: {"weight_decay": 0.0} if p.ndim < 2 else {}``); those with equal options form a
     group. ``elementwise=True`` declares of an optimizer we do not know that its update of an element depends on that element
     alone, so that it may work on shards. Under ZeRO it is given flat pieces of the parameters then. Other optimizers get
     whole parameters: under ZeRO, and of those that the plan cuts, each on one rank, and empty tensors in the place of those
@@ -275,7 +275,7 @@ def build_optimizer(
     parameters = dict(module.named_parameters())
     if model.settings.makes_shards:
         _check_no_gradients(model, parameters)
-    kind, updated, optimizer = kind_of(optimizer_fn, parameters, param_groups, kwargs)
+    kind, updated, made = kind_of(optimizer_fn, parameters, param_groups, kwargs)
     is_elementwise = elementwise or kind in ELEMENTWISE
     check_kind(kind, model, is_elementwise)
     cut = [] if is_elementwise else [item for item in model.cut if item.name in updated]
@@ -289,8 +289,12 @@ def build_optimizer(
         **{whole.name: whole.tensor for whole in exchange.members},
     }
     exchange.take_values()
-    if optimizer is None or shards or exchange.members:
-        optimizer = optimizer_fn(params_of(parameters, tensors, param_groups), **kwargs)
+    if made is None or shards or exchange.members:
+        optimizer = made_of(optimizer_fn, parameters, tensors, param_groups, kwargs)
+        if made is not None:
+            group_alike(optimizer, tensors, made, parameters)
+    else:
+        optimizer = made
     exchange.release()
     names = updated_names(optimizer, tensors)
     user_class = type(optimizer)

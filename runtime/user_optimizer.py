@@ -20,18 +20,61 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 """Optimizers whose update of an element depends on that element's gradients only, so that they work on any shard."""
 
 
-def params_of(
+def made_of(
+    optimizer_fn: Callable[..., Optimizer],
     parameters: Mapping[str, nn.Parameter],
     tensors: Mapping[str, nn.Parameter],
     param_groups: Callable[[str, nn.Parameter], Mapping[str, Any]] | None,
-) -> list[nn.Parameter] | list[dict[str, Any]]:
-    """What the optimizer is made of, its ``params``: all tensors in order, or groups in the order of their first parameters.
+    options: Mapping[str, Any],
+) -> Optimizer:
+    """What ``optimizer_fn`` makes of ``tensors``: all in order, or groups in the order of their first parameters.
 
     ``tensors``: by the name of the parameter, what the optimizer sees of it.
+
+    A rank of a pipeline may hold no parameters at all, or none that is trained. Optimizers refuse an empty list, and a function
+    may leave out what is not trained. So there it gets one parameter more, of no element, which is taken out again.
     """
-    if param_groups is None or not parameters:
-        # A rank of a pipeline may hold no parameters at all; optimizers refuse an empty list, not an empty group.
-        return [tensors[name] for name in parameters] or [{"params": []}]
+    if param_groups is not None and parameters:
+        return _checked(optimizer_fn(_groups(parameters, tensors, param_groups), **options))
+    params = [tensors[name] for name in parameters]
+    if any(tensor.requires_grad for tensor in params):
+        return _checked(optimizer_fn(params, **options))
+    nothing = nn.Parameter(torch.empty(0))
+    optimizer = _checked(optimizer_fn([*params, nothing], **options))
+    for group in optimizer.param_groups:
+        group["params"] = [tensor for tensor in group["params"] if tensor is not nothing]
+    optimizer.state.pop(nothing, None)
+    return optimizer
+
+
+def group_alike(
+    optimizer: Optimizer, tensors: Mapping[str, nn.Parameter], made: Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> None:
+    """Give ``optimizer`` the groups and options of ``made``, which the same function has made of the parameters themselves: it
+    may have looked at their shapes, and ``tensors`` have others.
+
+    Raises :class:`ConfigError` if it has made another number of groups.
+    """
+    names = updated_names(made, parameters)
+    if len(optimizer.param_groups) != len(made.param_groups):
+        raise ConfigError(
+            "optimizer_fn makes other groups of the pieces that this rank updates than of the parameters",
+            why=f"{len(optimizer.param_groups)} and {len(made.param_groups)} of them; pieces are flat under ZeRO, "
+            "whatever the shape of the parameter",
+            hint="pass param_groups=fn(fqn, parameter) -> options to build_optimizer, and a class as optimizer_fn",
+        )
+    for group, original in zip(optimizer.param_groups, made.param_groups, strict=True):
+        members = [tensors[names[id(parameter)]] for parameter in original["params"]]
+        if [id(tensor) for tensor in members] != [id(tensor) for tensor in group["params"]]:
+            group["params"] = members
+        group.update({key: value for key, value in original.items() if key != "params"})
+
+
+def _groups(
+    parameters: Mapping[str, nn.Parameter],
+    tensors: Mapping[str, nn.Parameter],
+    param_groups: Callable[[str, nn.Parameter], Mapping[str, Any]],
+) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = []
     for name, parameter in parameters.items():
         options = dict(param_groups(name, parameter))
@@ -44,13 +87,13 @@ def params_of(
     return groups
 
 
-def updated_names(optimizer: Any, tensors: Mapping[str, nn.Parameter]) -> dict[int, str]:
+def updated_names(optimizer: Optimizer, tensors: Mapping[str, nn.Parameter]) -> dict[int, str]:
     """By identity of the tensors that the optimizer updates, the names of their parameters.
 
-    Raises :class:`ConfigError` if what ``optimizer_fn`` returned is no optimizer, or updates other tensors.
+    Raises :class:`ConfigError` if it updates other tensors.
     """
     own = {id(tensor): name for name, tensor in tensors.items()}
-    updated = [tensor for group in _checked(optimizer).param_groups for tensor in group["params"]]
+    updated = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     foreign = [tensor for tensor in updated if id(tensor) not in own]
     if foreign:
         raise ConfigError(
@@ -81,7 +124,7 @@ def kind_of(
     called: Any = optimizer_fn.func if isinstance(optimizer_fn, partial) else optimizer_fn
     if isinstance(called, type) and issubclass(called, Optimizer):
         return called, parameters.keys(), None
-    made = _checked(optimizer_fn(params_of(parameters, parameters, param_groups), **options))
+    made = made_of(optimizer_fn, parameters, parameters, param_groups, options)
     return type(made), set(updated_names(made, parameters).values()), made
 
 

@@ -1,5 +1,7 @@
 """What users may do with a distributed optimizer, what it tells about itself, and what it refuses."""
 
+from functools import partial
+
 import pytest
 import torch
 from mlp_files import make_batch, make_model, write_files
@@ -288,6 +290,55 @@ def test_a_parameter_that_only_one_rank_uses_steps_on_all(options):
         for name, expected in model.named_parameters():
             torch.testing.assert_close(result[name], expected.detach(), rtol=1e-12, atol=1e-14, msg=name)
     assert torch.equal(model["c"].weight, torch.ones(1, 2, dtype=torch.float64))
+
+
+def by_shape(parameters, conditional=False):
+    """What many training scripts do: weights decay, biases do not."""
+    groups = [
+        {"params": [p for p in parameters if p.requires_grad and p.ndim > 1], "weight_decay": 0.5},
+        {"params": [p for p in parameters if p.requires_grad and p.ndim < 2], "weight_decay": 0.0, "lr": 0.2},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"] or not conditional], lr=0.1)
+
+
+@pytest.mark.parametrize("options", [*STAGES, {"distributed_optimizer": {}}], ids=str)
+def test_a_function_that_groups_by_shape(options):
+    def steps(model, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(3, dtype=torch.float64)).square().sum().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    def make():
+        model = torch.nn.Linear(3, 5, dtype=torch.float64)
+        for p in model.parameters():
+            torch.nn.init.constant_(p, 0.5)
+        return model
+
+    def on_rank(rank):
+        optimizer = build_optimizer(model := make(), by_shape, config_of(grad_reduction="mean", **options))
+        assert [group["param_names"] for group in optimizer.param_groups] == [["weight"], ["bias"]]
+        return steps(model, optimizer)
+
+    expected = steps(model := make(), by_shape(list(model.parameters())))
+    for result in run_ranks(2, on_rank):
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=0)
+    text = text_of(lambda: run_ranks(2, lambda rank: build_optimizer(make(), partial(by_shape, conditional=True), config_of())))
+    assert text.startswith(
+        "optimizer_fn makes other groups of the pieces that this rank updates than of the parameters\n"
+        "  why:   1 and 2 of them; pieces are flat under ZeRO, whatever the shape of the parameter\n"
+        "  try:   pass param_groups=fn(fqn, parameter) -> options to build_optimizer, and a class as optimizer_fn"
+    )
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_function_that_leaves_out_what_is_not_trained_where_nothing_is(kind):
+    """As on the ranks of a pipeline's stage that is frozen."""
+    for model in (torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.Module()):
+        optimizer = build_optimizer(model, lambda parameters: kind([p for p in parameters if p.requires_grad], lr=0.1))
+        optimizer.step()
+        assert optimizer.state_dict()["state"] == {} and [group["params"] for group in optimizer.param_groups] == [[]]
 
 
 def test_a_parameter_that_was_used_once_has_no_gradient_of_zeros_later():

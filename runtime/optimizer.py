@@ -253,8 +253,9 @@ def build_optimizer(
     """An optimizer for a module that is, or contains, compiled modules; parts that were not compiled are trained too.
 
     ``optimizer_fn(parameters, **kwargs)`` is an optimizer class or a function that returns an optimizer. A function may be
-    called twice, as it must be known what it makes before shards are made for it; groups and options are
-    those of the first call. ``param_groups`` gives the options of each parameter by name (``lambda name, p: {"weight_decay": 0.0} if p.ndim < 2 else {}``); those with equal options form a
+    called twice, as it must be known what it makes before shards are made for it; groups and options are those of the first
+    call. ``param_groups`` gives the options of each parameter by name
+    (``lambda name, p: {"weight_decay": 0.0} if p.ndim < 2 else {}``); those with equal options form a
     group. ``elementwise=True`` declares of an optimizer we do not know that its update of an element depends on that element
     alone, so that it may work on shards. Under ZeRO it is given flat pieces of the parameters then. Other optimizers get
     whole parameters: under ZeRO, and of those that the plan cuts, each on one rank, and empty tensors in the place of those

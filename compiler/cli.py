@@ -139,6 +139,8 @@ def _report(generated: Generated, order: Order) -> None:
     console.print(str(generated.report))
     console.print(f"files: {directory}", soft_wrap=True)
     plan = read_plan(directory)
+    if plan.certificate is not None:
+        console.print(str(plan.certificate), soft_wrap=True)
     if plan.batch is not None:
         console.print(f"a step of a unit: {plan.batch} samples", soft_wrap=True)
     num_notes = len(plan.notes)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.certified import checked_certificate
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.plan_file import check_plan_file
 from shardwright.compiler.plan.refit import refit
@@ -53,18 +54,23 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
 
 
 def load_plan(options: SavedOptions, graph: PlannableGraph, config: ComputeConfig) -> Plan:
-    """The plan that the options name, on the ranks of the config."""
+    """The plan of the options, on the ranks of the config, with its certificate if that is of this plan and these inputs."""
     plan = refit(read_plan_file(options.load_plan), graph, config.plan_ngpus, options.mesh)
-    if options.num_microbatches is None:
-        return plan
+    if options.num_microbatches is not None:
+        plan = _of_microbatches(plan, options.num_microbatches)
+    return checked_certificate(plan, graph, config)
+
+
+def _of_microbatches(plan: Plan, number: int) -> Plan:
+    """The plan for another number of microbatches. Raises :class:`PlanError` if it does not leave that open."""
     if not plan.stages or plan.actions:
         raise PlanError(
             "num_microbatches cannot be changed in this plan",
             why="its schedule is written out action by action" if plan.actions else "it is no pipeline",
             hint="leave num_microbatches out",
         )
-    batch = None if plan.batch is None else replace(plan.batch, num_microbatches=options.num_microbatches)
-    return replace(plan, num_microbatches=options.num_microbatches, batch=batch)
+    batch = None if plan.batch is None else replace(plan.batch, num_microbatches=number)
+    return replace(plan, num_microbatches=number, batch=batch)
 
 
 # Not built in: its name does not say what it does, the file does. So it is run again, and plans are compared.

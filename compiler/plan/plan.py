@@ -68,6 +68,7 @@ class Batch:
 class Certificate:
     """What a search knows of its plan: it takes ``cost_s`` seconds per step on ``hardware``, and no plan of the ``space`` that
     was searched takes less than ``bound_s``, for the reason ``proof``. ``found``: what was tried besides, such as other meshes.
+    ``digest``: of the plan that it is of (see :mod:`shardwright.compiler.plan.certified`).
     """
 
     cost_s: float
@@ -76,6 +77,7 @@ class Certificate:
     space: str
     hardware: str
     found: tuple[str, ...] = ()
+    digest: str = ""
 
     @property
     def gap(self) -> float:

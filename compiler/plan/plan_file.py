@@ -120,6 +120,7 @@ _CERTIFICATE = {
     **{name: Key(_NUMBER, True) for name in ("cost_s", "bound_s")},
     **{name: Key(_TEXT, True) for name in ("proof", "space", "hardware")},
     "found": Key(_list(_TEXT), True),
+    "digest": Key(_TEXT),
 }
 
 KEYS: Mapping[str, Key] = {

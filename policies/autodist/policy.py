@@ -10,6 +10,7 @@ from shardwright.compiler.cost.hardware import Hardware, load_hardware
 from shardwright.compiler.cost.operator_file import load_times, times_file
 from shardwright.compiler.passes.recompute import mark_recompute
 from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.certified import certified
 from shardwright.compiler.plan.plan import Certificate, Plan
 from shardwright.compiler.schedule.generate import SCHEDULES
 from shardwright.policies.autodist.batches import own_batch
@@ -42,6 +43,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
         batch = own_batch(graph, config, options.global_batch, options.microbatch, options.batch_dims)
     variants = Variants.of({batch: graph}, config, options.zero)
     plan = settled(search_variants(variants, options, hardware), config, hardware)
+    plan = certified(plan, variants.chosen(plan).graph, config)
     save(options, plan)
     return plan
 

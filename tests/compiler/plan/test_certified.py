@@ -1,0 +1,53 @@
+"""A certificate stays with the plan that it is of, and leaves any other."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import plans
+import pytest
+
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.plan import Plan
+from shardwright.policies.registry import find_policy
+from shardwright.runtime.config import ComputeConfig
+
+
+@pytest.fixture(scope="module")
+def mlp() -> PlannableGraph:
+    return plans.zoo_graph("mlp")
+
+
+@pytest.fixture(scope="module")
+def found(mlp: PlannableGraph) -> dict[str, Any]:
+    plan = find_policy("autodist").apply(mlp, ComputeConfig(plan_ngpus=2, runtime_ngpus=2))
+    assert isinstance(plan, Plan) and plan.certificate is not None
+    return plan.to_json()
+
+
+def loaded(data: dict[str, Any], graph: PlannableGraph, path: Path, num_ranks: int = 2, num_units: int = 1) -> Plan:
+    (path / "plan.json").write_text(json.dumps(data))
+    config = ComputeConfig(
+        plan_ngpus=num_ranks, runtime_ngpus=num_ranks * num_units, pas_config={"load_plan": str(path / "plan.json")}
+    )
+    plan = find_policy("saved").apply(graph, config)
+    assert isinstance(plan, Plan)
+    return plan
+
+
+def test_the_plan_that_was_found_keeps_it(found: dict[str, Any], mlp: PlannableGraph, tmp_path: Path) -> None:
+    kept = loaded({**found, "dims": {}, "notes": []}, mlp, tmp_path).certificate
+    assert kept is not None and kept.to_json() == found["certificate"]
+
+
+def test_others_do_not(found: dict[str, Any], mlp: PlannableGraph, tmp_path: Path) -> None:
+    edited = {**found, "recompute": ["up"]}
+    assert loaded(edited, mlp, tmp_path).certificate is None
+    assert loaded(found, mlp, tmp_path, num_ranks=4).certificate is None
+    assert loaded(found, mlp, tmp_path, num_units=2).certificate is None
+    first, *others = mlp.inputs
+    taller = replace(mlp, inputs=(replace(first, shape=(2 * first.shape[0], *first.shape[1:])), *others))
+    assert loaded(found, taller, tmp_path).certificate is None

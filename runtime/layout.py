@@ -117,12 +117,12 @@ class Atom:
         """The sum of the segments."""
         return sum(self.segments) if len(self.segments) != 1 else self.segments[0]
 
-    def pieces(self, mesh: Mesh, coords: Coords, *, upto: int | None = None) -> tuple[tuple[int, int], ...]:
-        """``(start, size)`` within the atom of what each segment leaves at ``coords``, cut by the first ``upto`` axes."""
+    def pieces(self, mesh: Mesh, coords: Coords) -> tuple[tuple[int, int], ...]:
+        """``(start, size)`` within the atom of what each segment leaves at ``coords``."""
         result, offset = [], 0
         for segment in self.segments:
             start, size = 0, segment
-            for axis in self.axes[:upto]:
+            for axis in self.axes:
                 inner_start, size = piece(size, mesh.axis_size(axis), coords[axis])
                 start += inner_start
             result.append((offset + start, size))

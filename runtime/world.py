@@ -114,8 +114,8 @@ class World(ABC):
 class SoloWorld(World):
     """One rank, alone."""
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        super().__init__(0, 1, torch.device(device))
+    def __init__(self) -> None:
+        super().__init__(0, 1, torch.device("cpu"))
 
     def _make_transport(self, ranks: tuple[int, ...]) -> Transport | None:
         raise AssertionError("a world of one has no group of several")

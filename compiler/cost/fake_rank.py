@@ -25,7 +25,7 @@ from shardwright.runtime import adapters
 from shardwright.runtime.communicator import Communicator, ReduceOp, Work
 from shardwright.runtime.counters import CommunicationCounters
 from shardwright.runtime.groups import AxisGroup
-from shardwright.runtime.layout import Coords, Cut, Mesh
+from shardwright.runtime.layout import Cut, Mesh
 from shardwright.runtime.ops.random import RngMode, RngState
 
 REFUSALS = (RuntimeError, ValueError, TypeError, IndexError)
@@ -44,23 +44,19 @@ class FakeRank:
     def __init__(
         self,
         mesh: Mesh,
-        coords: Coords | None = None,
         rng: RngMode = "fast",
         *,
         zeros: bool = False,
         device: str = "cpu",
     ) -> None:
-        coords = dict.fromkeys(mesh.names, 0) if coords is None else coords
-        self.mesh, self.coords = mesh, coords
+        self.mesh, self.coords = mesh, dict.fromkeys(mesh.names, 0)
         self.mode = nullcontext() if zeros else FakeTensorMode(allow_non_fake_inputs=True)
         counters = CommunicationCounters()
         self.axes = {
-            name: AxisGroup(
-                name, Communicator(_Silence() if size > 1 else None, tuple(range(size)), coords[name], name, counters)
-            )
+            name: AxisGroup(name, Communicator(_Silence() if size > 1 else None, tuple(range(size)), 0, name, counters))
             for name, size in mesh.axes
         }
-        self._module = SimpleNamespace(training=True, device=torch.device(device), rng=RngState(0, rng, mesh, coords))
+        self._module = SimpleNamespace(training=True, device=torch.device(device), rng=RngState(0, rng, mesh, self.coords))
 
     def tensor(
         self, shape: Sequence[int], dtype: torch.dtype, *, strides: Sequence[int] | None = None, requires_grad: bool = False

@@ -72,12 +72,12 @@ class Ledger:
     def size(self, storage: int) -> int:
         return self._storages[storage].num_bytes
 
-    def use(self, num_bytes: int, name: str, category: str = "temporary") -> None:
-        """``name`` runs, with so many bytes in use beyond what is held."""
+    def use(self, num_bytes: int, name: str) -> None:
+        """``name`` runs, with so many temporary bytes beyond what is held."""
         if self.now + num_bytes > self.peak.num_bytes:
             totals = {key: value for key, value in self.totals.items() if value}
             if num_bytes:
-                totals[category] = totals.get(category, 0) + num_bytes
+                totals["temporary"] = totals.get("temporary", 0) + num_bytes
             self.peak = Moment(self.now + num_bytes, totals, name)
 
     def restart(self) -> None:

@@ -29,14 +29,14 @@ def annotation(operands: Iterable[Sequence[str]], results: Iterable[Sequence[str
     return f"{', '.join(map(' '.join, operands))} -> {', '.join(map(' '.join, results))}"
 
 
-def broadcast(shapes: Sequence[Sequence[Size]], prefix: str = "b", mark: str = "") -> tuple[list[list[str]], list[str]]:
+def broadcast(shapes: Sequence[Sequence[Size]], prefix: str = "b") -> tuple[list[list[str]], list[str]]:
     """The terms of shapes that are broadcast against each other, and that of their result."""
     ndim = max((len(shape) for shape in shapes), default=0)
     whole: list[Size] = [1] * ndim
     for shape in shapes:
         for dim, size in enumerate(shape, start=ndim - len(shape)):
             whole[dim] = size if whole[dim] == 1 else whole[dim]
-    result = [f"{prefix}{dim}{mark}" if size != 1 else "1" for dim, size in enumerate(whole)]
+    result = [f"{prefix}{dim}" if size != 1 else "1" for dim, size in enumerate(whole)]
     terms = [["1" if size == 1 else result[dim] for dim, size in enumerate(shape, start=ndim - len(shape))] for shape in shapes]
     return terms, result
 

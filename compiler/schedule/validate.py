@@ -126,7 +126,7 @@ def check_in_flight(schedule: Schedule, max_in_flight: int) -> None:
     if not schedule.trains:
         return
     for rank, actions in enumerate(schedule.actions):
-        for index, (action, held) in enumerate(held_after(actions, (1,) * schedule.num_stages)):
+        for index, (action, held) in enumerate(held_after(actions)):
             if held > max_in_flight:
                 raise PlanError(
                     f"schedule {schedule.name!r} holds more than {max_in_flight} activations at once",

@@ -159,7 +159,11 @@ def read_lacking_masters(optimizer: Optimizer, holdings: Holdings, state: NamedS
             shard.read()
 
 
-def listed(problems: Sequence[str], limit: int = 20) -> str:
-    """Problems as one text, cut short after ``limit``."""
-    rest = [f"and {len(problems) - limit} more"] if len(problems) > limit else []
-    return "; ".join([*problems[:limit], *rest])
+MAX_LISTED = 20
+"""How many problems an error names."""
+
+
+def listed(problems: Sequence[str]) -> str:
+    """Problems as one text, cut short after :data:`MAX_LISTED`."""
+    rest = [f"and {len(problems) - MAX_LISTED} more"] if len(problems) > MAX_LISTED else []
+    return "; ".join([*problems[:MAX_LISTED], *rest])

@@ -30,10 +30,10 @@ def sum_over(x: Tensor, axes: Axes, phase: Phase = "forward") -> Tensor:
     return x.detach()
 
 
-def max_over(x: Tensor, axes: Axes, phase: Phase = "forward") -> Tensor:
+def max_over(x: Tensor, axes: Axes) -> Tensor:
     """The maximum over the ranks of all ``axes``; records no gradient."""
     for axis in axes:
-        x = axis.communicator.all_reduce(x, "max", phase=phase)
+        x = axis.communicator.all_reduce(x, "max", phase="forward")
     return x.detach()
 
 

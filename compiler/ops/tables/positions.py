@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 
-from shardwright.compiler.ir.op import Arg, IROp
+from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.aliases import callables, methods, through
 from shardwright.compiler.ops.builder import FROZEN, RuleBuilder, all_dims, dim_of, linear_sets
 from shardwright.compiler.ops.opdef import RuleMaker
@@ -15,13 +15,13 @@ from shardwright.compiler.ops.registry import define
 from shardwright.compiler.ops.rule import OpRule
 
 
-def _frozen_dims(name: str, default: Arg = None) -> RuleMaker:
+def _frozen_dims(name: str) -> RuleMaker:
     """The result has the shape of the input; the dims named by an argument (``None``: all) are frozen."""
 
     def rule(op: IROp) -> OpRule:
         build = RuleBuilder()
         shape = op.operands[0].shape
-        refs = build.tensor(shape, frozen=all_dims(op.arg(name, default), len(shape)))
+        refs = build.tensor(shape, frozen=all_dims(op.arg(name), len(shape)))
         return build.rule([refs], [refs], linear=linear_sets(op, ("input",)))
 
     return rule

@@ -74,10 +74,9 @@ def test_actions_start_as_soon_as_they_can_and_not_before(rng: Random) -> None:
             free_s = span.end_s
 
 
-def test_in_flight_by_size_of_stage() -> None:
-    """Rank 0 holds two of stage 0 (10 each) and one of stage 2 (1) when 2B0 begins."""
+def test_in_flight() -> None:
+    """Rank 0 holds two microbatches of both of its stages when 2B0 begins."""
     schedule = generate("1f1b_interleaved", 2, 2)
     assert str(schedule).splitlines()[0] == "rank 0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1"
     assert peak_in_flight(schedule) == (4, 3)
-    assert peak_in_flight(schedule, [10, 5, 1, 2]) == (22, 12)
     assert peak_in_flight(generate("infer_pipe", 2, 2)) == (0, 0)

@@ -1,6 +1,7 @@
 """Measure a machine and describe it as :class:`Hardware`.
 
-Rates are of one rank while all ranks work, with the threads a rank has in a job: what is shared is measured as shared.
+Rates are of one rank while all ranks work, with the threads a rank has in a job: what is shared is measured as shared. Only
+where ranks share cores (:class:`~shardwright.compiler.schedule.sharing.Sharing`) the share of each is counted, not measured.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from shardwright.compiler.calibrate.ranks import in_job, measure_in_job, measure
 from shardwright.compiler.calibrate.reference import attention_s, measure_fetches, measure_host, measure_references
 from shardwright.compiler.cost.hardware import COLLECTIVES, Device, Hardware, Tier
 from shardwright.compiler.cost.operators import ATTENTION
+from shardwright.compiler.schedule.sharing import Sharing
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.world import World
 
@@ -69,8 +71,9 @@ def default_ranks(device_type: str) -> int:
 
 def measure_rank(world: World, quick: bool) -> dict[str, Any]:
     """One rank's part, with the effort that fits the device."""
-    crowded = world.device.type == "cpu" and _local_ranks() * torch.get_num_threads() > (os.cpu_count() or 1)
-    return measure(world, effort_for(world.device.type, quick=quick, crowded=crowded))
+    sharing = _sharing() if world.device.type == "cpu" else None
+    measures = sharing is None or int(os.environ.get("LOCAL_RANK", "0")) < sharing.num_cores
+    return measure(world, effort_for(world.device.type, quick=quick, measures=measures))
 
 
 def measure(world: World, effort: Effort) -> dict[str, Any]:
@@ -109,6 +112,8 @@ def describe(measured: dict[str, Any]) -> Hardware:
     if "host" in measured:
         device, errors = _describe_program(device, measured)
         residuals |= errors
+    if facts.get("sharing"):
+        device = while_all_compute(device, Sharing(**facts["sharing"]))
     tiers = []
     for name, sizes in measured["sizes"].items():
         tier, errors = _describe_tier(name, tuple(sizes), [p for p in measured["links"] if p["tier"] == name], bytes_per_s)
@@ -137,6 +142,27 @@ def _describe_program(device: Device, measured: dict[str, Any]) -> tuple[Device,
         attention_efficiency=(alone.forward_s / attention["forward_s"], alone.backward_s / attention["backward_s"]),
     )
     return found, {"fetches": error}
+
+
+def while_all_compute(device: Device, sharing: Sharing) -> Device:
+    """A device of which every rank has a core for itself, as each is while all ranks of its machine compute."""
+    slower = sharing.num_ranks / sharing.num_cores
+
+    def both(pair: tuple[float, float], factor: float) -> tuple[float, float]:
+        return pair[0] * factor, pair[1] * factor
+
+    streams, fetches = device.streams, device.fetch_bytes_per_s
+    return replace(
+        device,
+        flops_per_s={dtype: rate / slower for dtype, rate in device.flops_per_s.items()},
+        bytes_per_s=device.bytes_per_s / slower,
+        launch_s=device.launch_s * slower,
+        streams=streams and replace(streams, bytes_per_s=tuple(rate / slower for rate in streams.bytes_per_s)),
+        host_s=both(device.host_s, slower),
+        fetch_bytes_per_s=fetches and fetches / slower,
+        rates={name: both(rates, 1 / slower) for name, rates in device.rates.items()},
+        sharing=sharing,
+    )
 
 
 def _describe_tier(name: str, sizes: tuple[int, ...], points: Points, copy_bytes_per_s: float) -> tuple[Tier, dict[str, float]]:
@@ -194,13 +220,20 @@ def _device_facts(world: World) -> dict[str, Any]:
     if world.device.type == "cuda":
         properties = torch.cuda.get_device_properties(world.device)
         return {"host": platform.node(), "name": properties.name, "memory_bytes": properties.total_memory, "ranks": ranks}
-    threads = torch.get_num_threads()
+    threads, sharing = torch.get_num_threads(), _sharing()
     return {
         "host": platform.node(),
         "name": f"{_cpu_name()}, {_local_ranks()} ranks on {os.cpu_count()} cores",
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _local_ranks(),
         "ranks": f"{ranks} with {threads} thread{'s' if threads > 1 else ''} each",
+        "sharing": sharing and asdict(sharing),
     }
+
+
+def _sharing() -> Sharing | None:
+    """How the ranks of this machine share its cores; ``None`` if each has as many as it has threads."""
+    ranks, room = _local_ranks(), max(1, (os.cpu_count() or 1) // torch.get_num_threads())
+    return Sharing(ranks, room) if ranks > room else None
 
 
 def _node() -> int:

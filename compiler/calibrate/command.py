@@ -72,6 +72,12 @@ def show(console: Console, hardware: Hardware) -> None:
     table.add_row("memory", f"{device.bytes_per_s / 1e9:.4g} GB/s", "", _percent(errors["streams"]))
     table.add_row("least time of an operator", f"{device.launch_s * 1e6:.3g} us", "", _percent(errors["launches"]))
     console.print(table)
+    if device.sharing is not None:
+        ranks, cores = device.sharing.num_ranks, device.sharing.num_cores
+        console.print(
+            f"{ranks} ranks share {cores} core{'s' if cores > 1 else ''}: these are the rates of one while all compute, for"
+            f" jobs of {ranks} ranks on a machine. In a pipeline ranks that wait leave their cores to the others."
+        )
     links = Table("link", "collective", "latency", "bandwidth", "error")
     for tier in hardware.tiers:
         for kind, link in tier.kinds.items():

@@ -14,7 +14,8 @@ class Effort:
     ``product_sizes`` is the grid for m, n and k; its upper end is cut for dtypes in which one product of that size takes
     longer than ``longest_product_s``. ``stream_bytes`` are sizes of tensors that are copied or added, ``message_bytes``
     those of collectives; on a CPU each comes after ``work_s`` of work, as in a step. ``point_s`` is about the time spent on
-    one point, of which there are hundreds, ``sample_s`` that of a sample.
+    one point, of which there are hundreds, ``sample_s`` that of a sample. ``measures``: whether this rank measures its device;
+    where ranks share cores, as many do as have one each, and the others wait.
     """
 
     product_sizes: tuple[int, ...]
@@ -25,6 +26,7 @@ class Effort:
     sample_s: float = 2e-4
     work_s: float = 0.0
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    measures: bool = True
 
 
 _CPU = Effort(
@@ -44,24 +46,14 @@ _CUDA = Effort(
 )
 
 
-CROWDED_SAMPLE_S = 1e-2
-"""Several turns of a scheduler: where ranks take turns on cores, a shorter sample would show a core of one's own."""
-
-
-def effort_for(device_type: str, *, quick: bool, crowded: bool = False) -> Effort:
-    """The effort for ``"cpu"`` or ``"cuda"``: about a minute, or with ``quick`` a few seconds and wider errors.
-
-    ``crowded``: there are more threads than cores, so samples are longer and fewer.
-    """
-    full = _CUDA if device_type == "cuda" else _CPU
-    sizes = full.product_sizes
-    if crowded:
-        full = replace(full, sample_s=CROWDED_SAMPLE_S, product_sizes=sizes[:5:2] + sizes[-1:])
+def effort_for(device_type: str, *, quick: bool, measures: bool = True) -> Effort:
+    """The effort for ``"cpu"`` or ``"cuda"``: about a minute, or with ``quick`` a few seconds and wider errors."""
+    full = replace(_CUDA if device_type == "cuda" else _CPU, measures=measures)
     if not quick:
         return full
     return replace(
         full,
-        product_sizes=sizes[:5:2],
+        product_sizes=full.product_sizes[:5:2],
         stream_bytes=full.stream_bytes[::2],
         message_bytes=full.message_bytes[:7:2],
         point_s=full.point_s / 3,

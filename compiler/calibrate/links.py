@@ -28,7 +28,7 @@ MOST_CALLS = 50
 """In one batch."""
 
 LEAST_CALLS_AFTER_WORK = 5
-BATCHES_AFTER_WORK = 13
+BATCHES_AFTER_WORK = 9
 
 WORK_SIZE = 192
 """Of the square matrices whose products are the work between calls."""
@@ -37,17 +37,18 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def measure_links(world: World, tiers: Sequence[tuple[str, Sequence[Groups]]], effort: Effort) -> list[dict[str, Any]]:
-    """Points ``{tier, kind, ranks, bytes, seconds}`` for every tier's lists of groups; groups of one list have one size.
+    """Points ``{tier, kind, ranks, bytes, seconds}`` for every tier's lists of groups; groups of one list have one size. Of a
+    tier's second list, its smaller groups, every other size is enough.
 
     ``bytes`` counts as in :func:`shardwright.compiler.cost.collectives.collective_s`.
     """
     points = []
     work = Work(world, effort.work_s)
     for name, lists in tiers:
-        for groups in lists:
+        for number, groups in enumerate(lists):
             communicator = world.partition(groups, name)
             for kind in COLLECTIVES:
-                for num_bytes in effort.message_bytes:
+                for num_bytes in effort.message_bytes[:: number + 1]:
                     call, messages = _call(kind, communicator, num_bytes, world.device)
                     seconds = slowest(world, call, effort.point_s, work) / messages
                     point = {"tier": name, "kind": kind, "ranks": len(groups[0]), "bytes": num_bytes, "seconds": seconds}

@@ -1,7 +1,8 @@
 """Measuring one device: matrix products over a grid of sizes, memory streams, and the least time of an operator.
 
-All ranks measure the same at once, as they will compute at once: on a CPU they share cores and memory. Each point is the
-median over the ranks.
+All ranks measure the same at once, as they will compute at once: on a CPU they share caches and memory. Each point is the
+median over the ranks. Where there are fewer cores than ranks, as many ranks measure as have a core each: the fastest of several
+samples would show just that, as a scheduler deals out cores in turns.
 """
 
 from __future__ import annotations
@@ -70,10 +71,15 @@ def measure_launches(world: World, effort: Effort) -> list[Point]:
 
 
 def of_all(world: World, call: Callable[[], object], effort: Effort, points: int = 1) -> float:
-    """Seconds of one call, the median over all ranks, which measure at the same time; takes the time of ``points`` points."""
+    """Seconds of one call, the median over all ranks that measure, which do so at once; takes the time of ``points`` points."""
     world.barrier()
-    mine = seconds_per_call(call, world.device, points * effort.point_s, effort.sample_s)
-    return float(statistics.median(world.all_gather_object(mine)))
+    mine = seconds_per_call(call, world.device, points * effort.point_s, effort.sample_s) if effort.measures else None
+    return median_of_all(world, mine)
+
+
+def median_of_all(world: World, mine: float | None) -> float:
+    """Over the ranks that have measured something."""
+    return float(statistics.median(seconds for seconds in world.all_gather_object(mine) if seconds is not None))
 
 
 def _feasible_sizes(world: World, dtype: torch.dtype, effort: Effort) -> tuple[int, ...]:

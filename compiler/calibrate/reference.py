@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.compiler.calibrate.effort import Effort
-from shardwright.compiler.calibrate.operators import Point, of_all
+from shardwright.compiler.calibrate.operators import Point, median_of_all, of_all
 from shardwright.compiler.calibrate.profile import profile_call
 from shardwright.compiler.cost.device import Device
 from shardwright.compiler.cost.local import local_call
@@ -72,10 +72,12 @@ def measure_references(world: World, effort: Effort) -> list[Point]:
         device = world.device
         # All ranks measure at once, and each time anew: the second of two calls has found its kernels loaded.
         world.barrier()
-        time = profile_call(op, call, Mesh(), device, effort.point_s, effort.sample_s, most_copies=1)
+        mine: tuple[float | None, float | None] = None, None
+        if effort.measures:
+            time = profile_call(op, call, Mesh(), device, effort.point_s, effort.sample_s, most_copies=1)
+            mine = time.forward_s, time.backward_s
         forward_bytes, backward_bytes = call_bytes(call)
-        seconds = world.all_gather_object((time.forward_s, time.backward_s))
-        forward_s, backward_s = (sorted(side)[len(side) // 2] for side in zip(*seconds, strict=True))
+        forward_s, backward_s = (median_of_all(world, seconds) for seconds in mine)
         sizes = {"forward_bytes": forward_bytes, "backward_bytes": backward_bytes}
         points.append({"operator": op.target, **sizes, "forward_s": forward_s, "backward_s": backward_s})
     return points

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shardwright.compiler.cost.efficiency import BandwidthTable, EfficiencyTable
 from shardwright.compiler.cost.json_fields import Fields
+from shardwright.compiler.schedule.sharing import Sharing
 from shardwright.runtime.errors import ConfigError
 
 
@@ -57,7 +58,8 @@ class Device:
     a program (a queue hides it behind the work before). ``fetch_bytes_per_s`` is the rate at which products
     fetch tensors that no cache has, on top of their arithmetic; ``None`` where the two run beside each other. ``rates`` are the
     most bytes per second that single operators get through, by what the model counts of them, and ``attention_efficiency`` is
-    the part of the rate of its products that attention reaches.
+    the part of the rate of its products that attention reaches. ``sharing``: that several ranks share the cores of a machine;
+    then all of this is of a rank while all of them compute.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Device:
     fetch_bytes_per_s: float | None = None
     rates: Mapping[str, Both] = field(default_factory=dict)
     attention_efficiency: Both = (1.0, 1.0)
+    sharing: Sharing | None = None
 
     def matmul_s(self, m: float, n: float, k: float, dtype: str, batch: float = 1) -> float:
         """Seconds of ``batch`` products ``[m, k] x [k, n]``, arithmetic only. In a table a batch counts like more rows.
@@ -145,6 +148,7 @@ def read_device(fields: Fields) -> Device:
         fetch_bytes_per_s=fields.optional_number("fetch_bytes_per_s"),
         rates=_read_rates(fields),
         attention_efficiency=_read_both(fields, "attention_efficiency", (1.0, 1.0)),
+        sharing=_read_sharing(fields),
     )
     fields.finish()
     return device
@@ -205,6 +209,17 @@ def _read_rates(fields: Fields) -> Mapping[str, Both]:
     return {name: _read_both(rates, name) for name in rates.names()}
 
 
+def _read_sharing(fields: Fields) -> Sharing | None:
+    if not fields.has("sharing"):
+        return None
+    shared = fields.child("sharing")
+    sharing = Sharing(shared.count("num_ranks"), shared.count("num_cores"))
+    if sharing.num_ranks <= sharing.num_cores:
+        raise shared.error("num_ranks", "is more than num_cores: else every rank has a core for itself; leave sharing out")
+    shared.finish()
+    return sharing
+
+
 def _read_both(fields: Fields, key: str, default: Both | None = None) -> Both:
     """A list of two numbers: forward and backward."""
     if default is not None and not fields.has(key):
@@ -241,6 +256,7 @@ def device_json(device: Device) -> dict[str, Any]:
         **({"fetch_bytes_per_s": device.fetch_bytes_per_s} if device.fetch_bytes_per_s else {}),
         **({"rates": {name: list(both) for name, both in device.rates.items()}} if device.rates else {}),
         **({"attention_efficiency": list(device.attention_efficiency)} if device.attention_efficiency != (1.0, 1.0) else {}),
+        **({"sharing": asdict(device.sharing)} if device.sharing else {}),
     }
 
 

@@ -19,6 +19,7 @@ from shardwright.compiler.plan.pipeline import Crossing, PipelineProgram
 from shardwright.compiler.plan.program import Program
 from shardwright.compiler.schedule.planned import dataflow_of, planned_schedule
 from shardwright.compiler.schedule.schedule import Schedule
+from shardwright.compiler.schedule.sharing import SharedMachines
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.schedule import ActionKind
@@ -46,10 +47,12 @@ def pipeline_cost(
     ]
     times_of = [stage_times(program, index, body, schedule, hardware) for index, body in enumerate(bodies)]
     transfers = transfer_seconds(program, hardware)
-    line = simulate(schedule, times_of, transfers, dataflow_of(program, schedule.num_stages))
     positions: dict[tuple[int, ...], int] = {}
     for stage in plan.stages:
         positions.setdefault(stage.ranks, len(positions))
+    sharing = hardware.device.sharing
+    machines = SharedMachines.of(sharing, list(positions), config.plan_ngpus, config.num_units) if sharing else None
+    line = simulate(schedule, times_of, transfers, dataflow_of(program, schedule.num_stages), machines)
     activities, costs, ends = [], {}, {}
     for ranks, position in positions.items():
         spans = line.spans[position]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwright.compiler.schedule.dataflow import Dataflow
 from shardwright.compiler.schedule.memory import peak_in_flight
 from shardwright.compiler.schedule.schedule import Schedule
-from shardwright.compiler.schedule.waits import run_order, waits_of
+from shardwright.compiler.schedule.sharing import SharedMachines
+from shardwright.compiler.schedule.waits import Position, Waits, run_order, waits_of
 from shardwright.runtime.schedule import ActionKind, ScheduleAction
 
 
@@ -84,6 +85,7 @@ def simulate(
     times: StageTimes | Sequence[StageTimes] = StageTimes(),
     transfer_s: float | Mapping[tuple[int, int], float] = 0.0,
     dataflow: Dataflow | None = None,
+    machines: SharedMachines | None = None,
 ) -> Timeline:
     """Run ``schedule`` in time: each action starts as soon as its rank is free and all it uses is there.
 
@@ -95,24 +97,82 @@ def simulate(
         transfer_s: from when a stage has made something until another rank has it; for all pairs of stages, or by (sending
             stage, receiving stage), where a pair that is not named takes no time. A gradient's sender is the later stage.
         dataflow: which stages feed which; each the next one if not given.
+        machines: where ranks share cores; ``times`` are those while all ranks of a machine compute.
 
     Raises:
         PlanError: the schedule deadlocks.
     """
     dataflow = Dataflow.chain(schedule.num_stages) if dataflow is None else dataflow
     by_stage = [times] * schedule.num_stages if isinstance(times, StageTimes) else times
-    waits = waits_of(schedule, dataflow)
-    spans: list[list[Span]] = [[] for _ in range(schedule.num_ranks)]
-    for rank, index in run_order(schedule, waits):
-        action = schedule.actions[rank][index]
-        start = spans[rank][-1].end_s if index else 0.0
-        for other, other_index in waits[rank][index]:
-            made = spans[other][other_index]
-            arrival = made.end_s if other == rank else made.end_s + _transfer(transfer_s, made.action.stage, action.stage)
-            start = max(start, arrival)
-        spans[rank].append(Span(action, start, start + by_stage[action.stage].of(action.kind)))
-    return Timeline(schedule, tuple(map(tuple, spans)))
+    run = _Run(schedule, by_stage, transfer_s, waits_of(schedule, dataflow))
+    order = run_order(schedule, run.waits)
+    if machines is None:
+        run.alone(order)
+    else:
+        run.beside(machines)
+    return Timeline(schedule, tuple(map(tuple, run.spans)))
 
 
-def _transfer(transfer_s: float | Mapping[tuple[int, int], float], sender: int, receiver: int) -> float:
-    return transfer_s.get((sender, receiver), 0.0) if isinstance(transfer_s, Mapping) else transfer_s
+class _Run:
+    """The actions of a schedule, and ``spans``, by rank, of those that have run."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        times: Sequence[StageTimes],
+        transfer_s: float | Mapping[tuple[int, int], float],
+        waits: Waits,
+    ) -> None:
+        self.schedule, self.times, self.transfer_s, self.waits = schedule, times, transfer_s, waits
+        self.spans: list[list[Span]] = [[] for _ in range(schedule.num_ranks)]
+
+    def alone(self, order: Iterable[Position]) -> None:
+        """Every rank has a device for itself, so what others do does not change how long an action takes."""
+        for rank, _ in order:
+            start = self._ready_s(rank)
+            assert start is not None, "the order has what an action waits for before it"
+            action, seconds = self._next(rank)
+            self.spans[rank].append(Span(action, start, start + seconds))
+
+    def beside(self, machines: SharedMachines) -> None:
+        """From moment to moment: an action ends, or what a rank waits for is there, and the others go on at another speed."""
+        now, running = 0.0, dict[int, tuple[float, float]]()  # by rank, when its action began and the seconds left of it
+        while True:
+            waiting = (rank for rank in range(len(self.spans)) if rank not in running)
+            coming = {rank: at for rank in waiting if (at := self._ready_s(rank)) is not None}
+            running |= {rank: (now, self._next(rank)[1]) for rank, at in coming.items() if at <= now}
+            moments = [at for at in coming.values() if at > now]
+            speeds = dict(zip(running, machines.speeds(list(running)), strict=True))
+            ends = {rank: now + left / speeds[rank] for rank, (_, left) in running.items()}
+            if not ends and not moments:
+                return
+            then = min([*ends.values(), *moments])
+            for rank, (start, left) in list(running.items()):
+                if ends[rank] <= then:
+                    self.spans[rank].append(Span(self._next(rank)[0], start, then))
+                    del running[rank]
+                else:
+                    running[rank] = start, left - (then - now) * speeds[rank]
+            now = then
+
+    def _next(self, rank: int) -> tuple[ScheduleAction, float]:
+        """The action that comes next on a rank, and its seconds."""
+        action = self.schedule.actions[rank][len(self.spans[rank])]
+        return action, self.times[action.stage].of(action.kind)
+
+    def _ready_s(self, rank: int) -> float | None:
+        """When all is there that the next action uses; ``None`` if there is none, or something has not been made."""
+        index = len(self.spans[rank])
+        if index == len(self.schedule.actions[rank]):
+            return None
+        action = self.schedule.actions[rank][index]
+        ready = self.spans[rank][-1].end_s if index else 0.0
+        for other, other_index in self.waits[rank][index]:
+            if other_index >= len(self.spans[other]):
+                return None
+            made = self.spans[other][other_index]
+            ready = max(ready, made.end_s if other == rank else made.end_s + self._transfer_s(made.action.stage, action.stage))
+        return ready
+
+    def _transfer_s(self, sender: int, receiver: int) -> float:
+        return self.transfer_s.get((sender, receiver), 0.0) if isinstance(self.transfer_s, Mapping) else self.transfer_s

@@ -150,7 +150,11 @@ def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificat
     tried = [f"{c.title}: {c.step_s * 1e3:.6g} ms, at least {c.bound_s * 1e3:.6g} ms" for c in found.tried]
     tried += [f"{title}: none of them takes less than {bound * 1e3:.6g} ms" for title, bound in found.bounds.items()]
     tried += [f"{title}: {reason}" for title, reason in found.refused.items()]
-    return Certificate(best.step_s, min(found.bound_s, best.step_s), proof, space, hardware.name, tuple(tried))
+    bound_s, sharing = min(found.bound_s, best.step_s), hardware.device.sharing
+    if sharing is not None:
+        bound_s /= sharing.speed(1)
+        proof += "; times are those of ranks that all compute, and no rank is faster than with a core for itself"
+    return Certificate(best.step_s, bound_s, proof, space, hardware.name, tuple(tried))
 
 
 def _space(graph: PlannableGraph, config: ComputeConfig, options: AutodistOptions, hardware: Hardware) -> Space:

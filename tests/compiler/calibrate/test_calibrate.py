@@ -8,14 +8,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from shardwright.compiler.calibrate import calibrate as calibrate_module
-from shardwright.compiler.calibrate import command, links, timing
+from shardwright.compiler.calibrate import command, links, operators, profile, timing
 from shardwright.compiler.calibrate.calibrate import default_ranks, describe, measure
 from shardwright.compiler.calibrate.effort import Effort, effort_for
 from shardwright.compiler.calibrate.reference import REFERENCES
@@ -23,6 +26,7 @@ from shardwright.compiler.calibrate.timing import seconds_per_call
 from shardwright.compiler.cli import main
 from shardwright.compiler.cost.collectives import collective_s
 from shardwright.compiler.cost.hardware import COLLECTIVES, Hardware, load_hardware
+from shardwright.compiler.schedule.sharing import Sharing
 from shardwright.runtime.threads import run_ranks
 from shardwright.runtime.world import World, current_world
 
@@ -56,6 +60,36 @@ def test_everything_is_measured_and_described(num_ranks: int, monkeypatch: pytes
         sizes = {point["ranks"] for point in hardware.measurements["links"]}
         assert sizes == ({2, 4} if num_ranks == 4 else {2})
     assert hardware.residuals.keys() == expected and all(error >= 0 for error in hardware.residuals.values())
+
+
+def test_of_ranks_that_share_cores_as_many_measure_as_have_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    measuring: set[int] = set()
+
+    def noted(*arguments: Any) -> float:
+        measuring.add(current_world().rank)
+        return seconds_per_call(*arguments)
+
+    for module in (operators, profile):
+        monkeypatch.setattr(module, "seconds_per_call", noted)
+    run_ranks(2, lambda rank: measure(current_world(), replace(TINY, measures=rank == 0)))
+    assert measuring == {0}
+
+
+def test_ranks_that_share_cores_are_slower_while_all_compute(capsys: pytest.CaptureFixture[str]) -> None:
+    found = measure(current_world(), TINY)
+    alone = describe({**found, "device": {**found["device"], "sharing": None}})
+    shared = describe({**found, "device": {**found["device"], "sharing": {"num_ranks": 6, "num_cores": 2}}})
+    mine, theirs = alone.device, shared.device
+    assert theirs.sharing == Sharing(6, 2) and mine.sharing is None
+    call = 4, 4, 4, "float32"
+    assert theirs.matmul_s(*call) == pytest.approx(3 * mine.matmul_s(*call))
+    assert theirs.memory_s(1000) == pytest.approx(3 * mine.memory_s(1000))
+    assert theirs.pass_s("gelu", 1e6, 1) == pytest.approx(3 * mine.pass_s("gelu", 1e6, 1))
+    assert theirs.launch_s == pytest.approx(3 * mine.launch_s) and theirs.host_s[1] == pytest.approx(3 * mine.host_s[1])
+    assert theirs.fetch_s(1e6) == pytest.approx(3 * mine.fetch_s(1e6))
+    assert theirs.attention_efficiency == mine.attention_efficiency
+    command.show(Console(width=200), shared)
+    assert "6 ranks share 2 cores: these are the rates of one while all compute, for jobs of 6 ranks" in capsys.readouterr().out
 
 
 def test_a_cpu_waits_for_its_host() -> None:
@@ -110,14 +144,10 @@ def test_a_sample_is_many_calls_where_one_is_short(monkeypatch: pytest.MonkeyPat
     assert len(calls) == 2 + 5 * 20  # 0.2 ms each, but one of 1.2 ms
 
 
-def test_quick_measures_less_and_crowded_ranks_longer() -> None:
-    full, quick, crowded = (
-        effort_for("cpu", quick=False),
-        effort_for("cpu", quick=True),
-        effort_for("cpu", quick=False, crowded=True),
-    )
+def test_quick_measures_less() -> None:
+    full, quick = (effort_for("cpu", quick=quick) for quick in (False, True))
     assert set(quick.product_sizes) < set(full.product_sizes) and set(quick.message_bytes) < set(full.message_bytes)
-    assert quick.point_s < full.point_s and crowded.sample_s > full.sample_s
+    assert quick.point_s < full.point_s
     assert effort_for("cuda", quick=False).product_sizes[-1] > full.product_sizes[-1]
     assert 2 <= default_ranks("cpu") <= 8
     for device_type in ("cpu", "cuda"):

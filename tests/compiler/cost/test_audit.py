@@ -23,6 +23,7 @@ from shardwright.compiler.cost.operators import OperatorTimes, OpTime, call_key,
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Adapt, Program
+from shardwright.compiler.schedule.sharing import Sharing
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
@@ -149,6 +150,18 @@ def test_a_pipeline_is_its_schedule() -> None:
     assert more.bubble < cost.bubble and more.peak_bytes > cost.peak_bytes
     steady = cost_of("pp", 2, pas_config={"num_microbatches": 8, "schedule": "1f1b"})
     assert steady.peak_bytes < more.peak_bytes
+
+
+def test_ranks_of_a_pipeline_leave_their_cores_to_those_that_compute() -> None:
+    device = replace(HARDWARE.device, sharing=Sharing(2, 1))
+    shared = replace(HARDWARE, device=device)
+    options = {"num_microbatches": 4, "schedule": "gpipe"}
+    alone, beside = (cost_of("pp", 2, hardware=each, pas_config=options) for each in (HARDWARE, shared))
+    assert alone.step_s / 2 < beside.step_s < 0.9 * alone.step_s
+    for rank in beside.ranks:
+        assert rank.compute_s + rank.communication_s + rank.idle_s == pytest.approx(beside.step_s)
+    # Where all ranks compute all the time, nothing changes: rates are those of that case.
+    assert cost_of("tp", 2, hardware=shared).step_s == cost_of("tp", 2).step_s
 
 
 def test_shared_parameters_are_reduced_between_stages() -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from shardwright.compiler.cost.device import Tiling
 from shardwright.compiler.cost.efficiency import BandwidthTable, EfficiencyTable
 from shardwright.compiler.cost.hardware import Device, Hardware, Link, Tier, load_hardware, preset_names
+from shardwright.compiler.schedule.sharing import Sharing
 from shardwright.runtime.errors import ConfigError
 
 PRESETS = ("a100-40gb", "a100-80gb", "cpu", "gb200-nvl72", "h100", "h200", "mi300x")
@@ -90,6 +91,7 @@ def test_everything_a_file_can_say_is_read_back(tmp_path: Path) -> None:
             fetch_bytes_per_s=1e9,
             rates={"gelu": (1e9, 2e9)},
             attention_efficiency=(0.5, 0.25),
+            sharing=Sharing(6, 2),
         ),
         tiers=(
             Tier("node", (3, 1, 2), 1e-6, 1e10, kinds={"all_to_all": Link(0.0, 5.0)}, fabric_bytes_per_s=3.0),
@@ -110,6 +112,14 @@ def test_everything_a_file_can_say_is_read_back(tmp_path: Path) -> None:
     assert other.device.memory_s(100) == pytest.approx(100 / 2**0.5 / 1e9)
     assert other.device.memory_s(0) == 0.0 and other.device.memory_s(1e6) == pytest.approx(1e-3)
     assert streams.covers(10) and not streams.covers(1001)
+
+
+def test_ranks_that_share_nothing_are_refused() -> None:
+    data = small(lambda data: data["device"].update(sharing={"num_ranks": 2, "num_cores": 2}))
+    with pytest.raises(ConfigError) as caught:
+        Hardware.from_json(data)
+    rule = "is more than num_cores: else every rank has a core for itself; leave sharing out"
+    assert f"device.sharing.num_ranks {rule}" in str(caught.value)
 
 
 def test_the_digest_covers_what_decides_costs() -> None:

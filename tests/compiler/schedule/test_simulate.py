@@ -10,6 +10,7 @@ from schedules import dependencies, random_dataflow, random_schedule
 from shardwright.compiler.schedule.dataflow import Dataflow
 from shardwright.compiler.schedule.generate import generate
 from shardwright.compiler.schedule.memory import peak_in_flight
+from shardwright.compiler.schedule.sharing import SharedMachines, Sharing
 from shardwright.compiler.schedule.simulate import StageTimes, Timeline, simulate
 
 
@@ -80,3 +81,56 @@ def test_in_flight() -> None:
     assert str(schedule).splitlines()[0] == "rank 0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1"
     assert peak_in_flight(schedule) == (4, 3)
     assert peak_in_flight(generate("infer_pipe", 2, 2)) == (0, 0)
+
+
+def shared(num_ranks: int, num_cores: int, positions: list[list[int]]) -> SharedMachines:
+    return SharedMachines.of(Sharing(num_ranks, num_cores), positions, sum(map(len, positions)), 1)
+
+
+def test_two_ranks_on_one_core_by_hand() -> None:
+    """Times are those of two ranks at work; one alone takes half as long. While 1F0 and 0F1 both run, neither does."""
+    timeline = simulate(generate("infer_pipe", 2, 2), [StageTimes(2), StageTimes(6)], 0, machines=shared(2, 1, [[0], [1]]))
+    assert rows(timeline) == ["0F0@0-1 0F1@1-3", "1F0@1-5 1F1@5-8"]
+    assert timeline.makespan_s == (2 + 2 + 6 + 6) / 2  # the core is never free
+
+
+def test_ranks_that_wait_leave_no_core_unused_and_take_none() -> None:
+    """Four positions on two cores, an action takes a core a second. One microbatch leaves a core free all the time; of four
+    microbatches only the first action and the last one do.
+    """
+    machines = shared(4, 2, [[0], [1], [2], [3]])
+    assert simulate(generate("infer_pipe", 4, 1), StageTimes(2), machines=machines).makespan_s == 4
+    assert simulate(generate("infer_pipe", 4, 4), StageTimes(2), machines=machines).makespan_s == pytest.approx((16 + 2) / 2)
+
+
+def test_ranks_of_a_position_and_of_other_units_count_where_they_are() -> None:
+    assert shared(4, 2, [[0, 1], [2, 3]]).beside == [[2, 2], [2, 2]]
+    apart = SharedMachines.of(Sharing(2, 1), [[0, 1], [2, 3]], 4, 1)
+    assert apart.beside == [[2, 0], [0, 2]] and apart.speeds([0, 1]) == [1.0, 1.0]
+    units = SharedMachines.of(Sharing(4, 2), [[0], [1]], 2, 2)
+    assert units.beside == [[2, 2], [2, 2]] and units.speeds([0]) == [2.0] and units.speeds([0, 1]) == [1.0, 1.0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1).map(Random))
+def test_shared_cores_do_all_work_and_no_more_at_a_time(rng: Random) -> None:
+    num_ranks = rng.randint(1, 4)
+    dataflow = random_dataflow(rng, num_ranks + rng.randint(0, 3))
+    schedule = random_schedule(rng, dataflow, num_ranks, rng.randint(1, 4))
+    times = [StageTimes(rng.randint(0, 4), rng.randint(0, 4), rng.randint(1, 4)) for _ in range(schedule.num_stages)]
+    transfer, num_cores = rng.randint(0, 3), rng.randint(1, num_ranks)
+    alone = simulate(schedule, times, transfer, dataflow)
+    machines = shared(num_ranks, num_cores, [[rank] for rank in range(num_ranks)])
+    timeline = simulate(schedule, times, transfer, dataflow, machines)
+    assert [[s.action for s in row] for row in timeline.spans] == [[s.action for s in row] for row in alone.spans]
+    work = sum(alone.busy_s)
+    most = num_ranks / num_cores  # how much faster than with all at work a rank can be
+    assert max(alone.makespan_s / most, work / num_ranks) <= timeline.makespan_s * (1 + 1e-9)
+    assert timeline.makespan_s <= alone.makespan_s * (1 + 1e-9)
+    for row in timeline.spans:
+        for span in row:
+            seconds = times[span.action.stage].of(span.action.kind)
+            assert seconds / most <= (span.end_s - span.start_s) * (1 + 1e-9) + 1e-9
+            assert span.end_s - span.start_s <= seconds * (1 + 1e-9)
+    if num_cores == num_ranks:
+        assert timeline.makespan_s == pytest.approx(alone.makespan_s)

@@ -23,11 +23,12 @@ from shardwright.compiler.cost.operators import OperatorTimes, OpTime, call_key
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Compute, Program
+from shardwright.compiler.schedule.sharing import Sharing
 from shardwright.compiler.trace import trace
 from shardwright.compiler.verification.verify import verify
 from shardwright.policies.autodist.options import COUNTS, AutodistOptions
 from shardwright.policies.autodist.placer import LARGE, TARGET_GAP, Placer
-from shardwright.policies.autodist.policy import search
+from shardwright.policies.autodist.policy import certificate, search
 from shardwright.policies.autodist.space import Wish
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
@@ -82,6 +83,19 @@ def test_the_certificate_states_the_audited_cost(update_freq: int) -> None:
     assert 0 < plan.certificate.bound_s <= plan.certificate.cost_s
     assert len(plan.certificate.found) == 2, "a line for every mesh"
     assert Plan.from_json(json.loads(plan.dumps())) == plan
+
+
+def test_a_bound_heeds_that_ranks_are_faster_while_others_wait() -> None:
+    """Pipelines are put aside by times at which all ranks compute: with four ranks on two cores they may take half."""
+    graph, hardware = plans.zoo_traced("gpt2"), load_hardware("cpu", 4)
+    shared = replace(hardware, device=replace(hardware.device, sharing=Sharing(4, 2)))
+    options = AutodistOptions(mesh={"tp": 4}, hardware="cpu")
+    found = search(plans.annotated(graph), config_of(4), options, hardware)
+    best = found.best
+    assert best is not None
+    alone, beside = (certificate(found, best, each) for each in (hardware, shared))
+    assert beside.bound_s == pytest.approx(alone.bound_s / 2) and beside.cost_s == alone.cost_s
+    assert "no rank is faster than with a core for itself" in beside.proof
 
 
 def test_a_plan_can_be_saved_and_used_again(tmp_path: Path) -> None:

@@ -44,14 +44,9 @@ def broadcast(shapes: Sequence[Sequence[Size]], prefix: str = "b") -> tuple[list
 # ------------------------------------------------------------------------------------------------ arguments
 
 
-def operand_index(op: IROp, name: str) -> int | None:
-    """The position of the operand bound to a parameter, if that is a tensor."""
-    return op.operand_names.index(name) if name in op.operand_names else None
-
-
 def indices(op: IROp, *parameters: str) -> tuple[int, ...]:
-    """The positions of the operands bound to these parameters, those that are there."""
-    return tuple(index for name in parameters if (index := operand_index(op, name)) is not None)
+    """The positions of the operands bound to these parameters, those that are there; of a parameter of several, all."""
+    return tuple(index for index, name in enumerate(op.operand_names) if name.partition("[")[0] in parameters)
 
 
 def may_be(arg: Arg, test: Callable[[Any], bool]) -> bool:

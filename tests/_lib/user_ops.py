@@ -21,6 +21,11 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.nn.functional.linear(x, weight, bias)
 
 
+@register_op("b k+, n k, n -> b n", additive=["biases"])
+def with_biases(x: Tensor, weight: Tensor, biases: tuple[Tensor, ...]) -> Tensor:
+    return torch.nn.functional.linear(x, weight) + sum(biases)
+
+
 @register_op("a b^, ?, a b -> a b, a")
 def two_results(x: Tensor, factor: float, y: Tensor) -> tuple[Tensor, Tensor]:
     return x * factor + y, x[:, 0].clone()

@@ -86,6 +86,7 @@ def test_one_operator_in_a_trace(function: Any, args: tuple[Tensor, ...], text: 
         (user_ops.scaled, (rand(4, 6, 8), rand(8)), {"eps": 1e-5}),
         (user_ops.affine, (rand(4, 6), rand(5, 6), rand(5)), {}),
         (user_ops.affine, (rand(4, 6), rand(5, 6)), {}),
+        (user_ops.with_biases, (rand(4, 6), rand(5, 6), (rand(5), rand(5))), {}),
         (user_ops.two_results, (rand(4, 5), 2.0, rand(4, 5)), {}),
         (user_ops.stacked, ([rand(4, 5), rand(4, 5)],), {}),
         (user_ops.stacked, ([rand(4, 5), rand(4, 5)], 1), {}),

@@ -7,9 +7,21 @@ LEAVING = """
 import atexit
 from pathlib import Path
 
+PF_EXITING = 4  # one that has been joined may be listed a moment longer
+
+def threads():
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            stat = (task / "stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        name, _, fields = stat.partition("(")[2].rpartition(")")
+        if not int(fields.split()[6]) & PF_EXITING:
+            yield name
+
 @atexit.register  # before all others, so it runs after them
 def show_threads():
-    print(sorted((task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()))
+    print(sorted(threads()))
 
 import torch
 import torch.distributed as dist

@@ -8,7 +8,7 @@ class is replaced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -45,6 +45,7 @@ class ParallelOptimizer(Optimizer):
     _reducer: Reducer
     _gathering: ParameterGathering
     _exchange: WholeParameters
+    _frozen: Mapping[str, Tensor]  # those parameters that it would update, whose gradients nobody sums
     _round: int = -1  # the last one of the reducer whose gradients the owners of whole tensors have
     _has_stepped: bool = False
 
@@ -215,6 +216,13 @@ class ParallelOptimizer(Optimizer):
 
     def _sync(self) -> None:
         """Sum the gradients, and bring them to the owners of whole tensors, unless that has happened. Collective."""
+        for name, parameter in self._frozen.items():
+            if parameter.grad is not None:
+                raise UsageError(
+                    f"parameter {name!r} has a gradient, and was frozen when the optimizer was built",
+                    why="which gradients are summed over the ranks was settled then; each rank would go its own way",
+                    hint="build the optimizer again after changing requires_grad",
+                )
         self._reducer.sync()
         if self._round != self._reducer.num_rounds:
             self._exchange.take_gradients()
@@ -305,6 +313,7 @@ def build_optimizer(
     parallel._model, parallel._reducer = model, reducer
     parallel._gathering, parallel.shards = _gathering_of(module, reducer, model), tuple(shards)
     parallel._exchange, parallel.wholes = exchange, exchange.members
+    parallel._frozen = _frozen_of(model, reducer, parameters, names.values())
     ranges: dict[str, Any] = {shard.name: [shard.start, shard.stop] for shard in shards if model.settings.stage}
     ranges |= {whole.name: WHOLE if whole.is_owner else [0, 0] for whole in exchange.members}
     for group in parallel.param_groups:
@@ -315,6 +324,20 @@ def build_optimizer(
     for shard in shards:
         shard.settle()
     return parallel
+
+
+def _frozen_of(
+    model: TrainedModel, reducer: Reducer, parameters: Mapping[str, nn.Parameter], updated: Collection[str]
+) -> dict[str, Tensor]:
+    """Of the parameters with the names ``updated``, ordinary ones that are not trained, where units would differ if they were.
+
+    Compiled modules look after their own.
+    """
+    if model.ranks.num_units == 1:
+        return {}
+    compiled = (parameter for part in model.parallel_modules for parameter in part.parameters())
+    known = {id(parameter) for parameter in (*reducer.parameters, *compiled)}
+    return {name: parameters[name] for name in updated if id(parameters[name]) not in known}
 
 
 def _check_no_gradients(model: TrainedModel, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -341,6 +341,27 @@ def test_a_function_that_leaves_out_what_is_not_trained_where_nothing_is(kind):
         assert optimizer.state_dict()["state"] == {} and [group["params"] for group in optimizer.param_groups] == [[]]
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_parameter_that_is_trained_later(stage):
+    """Units would update it by gradients of their own, and nothing would tell."""
+
+    def on_rank(rank):
+        model = linears(dict.fromkeys("ab", (2, 1)))
+        model["a"].requires_grad_(False)
+        optimizer = build_optimizer(model, torch.optim.SGD, config_of(use_zero=stage), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            sum(layer(torch.full((2,), rank + 1.0, dtype=torch.float64)).sum() for layer in model.values()).backward()
+            optimizer.step()
+            model["a"].requires_grad_(True)
+
+    assert text_of(lambda: run_ranks(2, on_rank), UsageError).startswith(
+        "parameter 'a.weight' has a gradient, and was frozen when the optimizer was built\n"
+        "  why:   which gradients are summed over the ranks was settled then; each rank would go its own way\n"
+        "  try:   build the optimizer again after changing requires_grad"
+    )
+
+
 def test_a_parameter_that_was_used_once_has_no_gradient_of_zeros_later():
     """Also where an ordinary module has cleared the gradients, of which the reducer learns with the next one."""
 

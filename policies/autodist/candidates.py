@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -126,18 +126,24 @@ ROLES: Sequence[tuple[str, frozenset[str]]] = (
 """What an axis is called by the dims that most of its splits cut."""
 
 
-def named(plan: Plan, dims: Mapping[str, Mapping[str, str]]) -> Plan:
+def role_of(dim: str) -> str:
+    """Of a dim by its name: ``tp`` for anything that no other role has."""
+    return next((role for role, members in ROLES if dim.rstrip("0123456789_") in members), "tp")
+
+
+def named(plan: Plan, dims: Mapping[str, Mapping[str, str]], kept: Collection[str] = ()) -> Plan:
     """The plan with its axes called after what they split: ``dp``, ``sp``, ``ep``, or ``tp`` for anything else of the model.
 
-    ``dims``: operator and axis to the name of the dim that is split there.
+    ``dims``: operator and axis to the name of the dim that is split there. ``kept``: axes that have their name already.
     """
     counts = {axis: dict.fromkeys([role for role, _ in ROLES], 0) for axis in plan.mesh.names}
     for by_axis in dims.values():
         for axis, dim in by_axis.items():
-            role = next((role for role, members in ROLES if dim.rstrip("0123456789_") in members), "tp")
-            counts[axis][role] += 1
-    names: dict[str, str] = {}
+            counts[axis][role_of(dim)] += 1
+    names = {axis: axis for axis in plan.mesh.names if axis in kept}
     for axis in plan.mesh.names:
+        if axis in names:
+            continue
         role = max(counts[axis], key=lambda role: counts[axis][role])
         if not any(counts[axis].values()):
             role = "tp"

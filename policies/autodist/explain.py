@@ -13,7 +13,8 @@ from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.check import ops_of, suggestion
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.autodist.candidates import ROLES
+from shardwright.policies.autodist.candidates import ROLES, role_of
+from shardwright.policies.autodist.degrees import forbidden
 from shardwright.policies.autodist.found import Candidate
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.placement.place import alternatives, in_words, place
@@ -138,8 +139,8 @@ def against(request: Request, sizes: Mapping[str, int]) -> Candidate:
             why=f"plan_ngpus={request.config.plan_ngpus}",
             hint="make the product of the sizes equal to plan_ngpus",
         )
-    forbid = {**request.options.forbid, **_by_role(request.graph, tuple(inner))}
-    options = replace(request.options, mesh=inner, num_stages=positions, forbid=forbid)
+    forbid = _by_role(request.graph, tuple(inner), request.options.forbid)
+    options = replace(request.options, mesh=inner, degrees={}, num_stages=positions, forbid=forbid)
     found = search(request.graph, request.config, options, request.hardware)
     if found.best is None:
         reasons = "; ".join(f"{title}: {reason}" for title, reason in found.refused.items())
@@ -147,16 +148,17 @@ def against(request: Request, sizes: Mapping[str, int]) -> Candidate:
     return found.best
 
 
-def _by_role(graph: PlannableGraph, axes: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """What axes with a role in their name must leave alone: ``dp`` all but the batch, ``tp`` batch and sequence."""
+def _by_role(graph: PlannableGraph, axes: tuple[str, ...], given: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """What axes with a role in their name must leave alone, ``dp`` all but the batch, ``tp`` batch and sequence, besides what
+    is forbidden already.
+    """
     assert graph.dims is not None
     roles = dict(ROLES)
-    forbid: dict[str, tuple[str, ...]] = {}
+    forbid = {dim: tuple(axes) for dim, axes in given.items()}
     for dim in {found.name for found in graph.dims.classes}:
         for axis in axes:
             role = axis.rstrip("0123456789")
-            own = next((name for name, members in ROLES if dim in members), "tp")
-            if role in roles and own != role:
+            if role in roles and role_of(dim) != role:
                 forbid[dim] = (*forbid.get(dim, ()), axis)
     return forbid
 
@@ -197,7 +199,9 @@ def _same_shape(request: Request) -> AutodistOptions:
     plan: Plan = request.best.plan
     if len(request.best.placed) > 1:
         return replace(request.options, num_stages=request.positions, schedule=plan.schedule, chunks=1)
-    options = replace(request.options, mesh=dict(request.mesh().axes), num_stages=request.positions)
+    mesh, degrees = request.mesh(), request.options.degrees
+    forbid = forbidden(request.graph, mesh, degrees, request.options.forbid)
+    options = replace(request.options, mesh=dict(mesh.axes), degrees={}, forbid=forbid, num_stages=request.positions)
     if not plan.stages:
         return replace(options, num_stages=None, num_microbatches=None, update_freq=request.wish().num_microbatches)
     return replace(options, schedule=plan.schedule, chunks=len(plan.stages) // request.positions)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from shardwright.compiler.schedule.generate import SCHEDULES
 from shardwright.policies.autodist.candidates import AXIS_NAMES
+from shardwright.policies.autodist.degrees import check_degrees
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.layout import Mesh
@@ -20,7 +21,8 @@ class AutodistOptions:
     device (default: what the hardware has).
 
     **Mesh.** ``mesh``: axes and sizes of the ranks of one pipeline position, major to minor; without it all meshes of up to
-    ``max_axes`` axes are tried, none larger than ``max_split``. ``pin``, ``forbid``, ``stored``: see
+    ``max_axes`` axes are tried, none larger than ``max_split``. ``degrees``: by role (``dp``, ``sp``, ``ep``, ``tp``), among
+    how many ranks its dims are split, whatever mesh it is; 1: not at all. ``pin``, ``forbid``, ``stored``: see
     :class:`shardwright.policies.autodist.placement.constraints.Constraints`; they name axes, so that they need a ``mesh``.
 
     **Pipeline.** Searched where ``num_microbatches``, the samples of a step, is given. ``num_stages``: positions, 1 for no
@@ -45,6 +47,7 @@ class AutodistOptions:
     mesh: Mapping[str, int] | None = None
     max_axes: int = 2
     max_split: int | None = None
+    degrees: Mapping[str, int] = field(default_factory=dict)
     pin: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     forbid: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     stored: Mapping[str, str] = field(default_factory=dict)
@@ -119,6 +122,13 @@ def check_options(config: ComputeConfig, options: AutodistOptions) -> None:
             f"policy 'autodist' has {' and '.join(given)} but no mesh",
             why="the axes they name are those of a mesh",
             hint="give the option mesh, for example {'dp': 2, 'tp': 4}",
+        )
+    check_degrees(options.degrees, config.plan_ngpus, options.num_stages)
+    if options.degrees and options.mesh is not None:
+        raise ConfigError(
+            "policy 'autodist' has mesh and degrees",
+            why="degrees are for the meshes that the search makes",
+            hint="leave out one of them",
         )
     if options.mesh is not None:
         mesh = Mesh.of(options.mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from shardwright.compiler.cost.hardware import Hardware
@@ -13,6 +14,7 @@ from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.candidates import named
 from shardwright.policies.autodist.clock import Clock
+from shardwright.policies.autodist.degrees import forbidden
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.placement.constraints import Constraints
 from shardwright.policies.autodist.placement.formulation import Node, OpNode
@@ -70,7 +72,7 @@ class Placer:
             self.hardware,
             self.config,
             memory_limit_bytes=wish.memory_bytes,
-            constraints=Constraints(self.options.pin, self.options.forbid, self.options.stored),
+            constraints=Constraints(self.options.pin, self._forbidden(wish.mesh), self.options.stored),
             time_limit_s=max(1.0, min(self._clock.left_s / 2, limit_s)),
             target_gap=TARGET_GAP if coarse else 0.0,
             microbatches=wish.num_microbatches,
@@ -82,6 +84,9 @@ class Placer:
             hurried=wish.hurried,
         )
 
+    def _forbidden(self, mesh: Mesh) -> Mapping[str, tuple[str, ...]]:
+        return forbidden(self.graph, mesh, self.options.degrees, self.options.forbid)
+
     def __call__(self, wish: Wish) -> Placed:
         request = self.request(wish)
         pricing = self._pricings.setdefault((wish.mesh, wish.ranks), Pricing(request))
@@ -90,7 +95,7 @@ class Placer:
             raise PlanError("no placement fits", why=_too_large(found, request, pricing))
         plan = found.plan if self.graph.eval_graph is None else _with_evaluation(found, self.graph.eval_graph)
         if self.options.mesh is None:
-            plan = named(plan, split_dim_names(self.graph, plan))
+            plan = named(plan, split_dim_names(self.graph, plan), kept=self.options.degrees)
         return Placed(plan, found.bound_s, found.proof, str(found.space), found.interrupted, found.cost_s)
 
     def least_s(self, wish: Wish) -> float:

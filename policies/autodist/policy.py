@@ -16,6 +16,7 @@ from shardwright.compiler.schedule.generate import SCHEDULES
 from shardwright.policies.autodist.batches import own_batch
 from shardwright.policies.autodist.candidates import divisors, meshes, stage_sizes
 from shardwright.policies.autodist.clock import Clock
+from shardwright.policies.autodist.degrees import meshes_with
 from shardwright.policies.autodist.found import Candidate, Found
 from shardwright.policies.autodist.options import AutodistOptions, check_options
 from shardwright.policies.autodist.placement.constraints import Constraints, allowed_strategies
@@ -198,7 +199,10 @@ def _meshes(config: ComputeConfig, options: AutodistOptions) -> Mapping[int, lis
     sizes = divisors(config.plan_ngpus)
     if options.num_microbatches is not None:
         sizes = sorted({*sizes, *stage_sizes(config.plan_ngpus)})
-    found = {size: meshes(size, options.max_axes) for size in sizes}
+    if options.degrees:
+        found = {size: meshes_with(options.degrees, size, options.max_axes) for size in sizes}
+    else:
+        found = {size: meshes(size, options.max_axes) for size in sizes}
     return {size: [m for m in listed if all(n <= most for _, n in m.axes)] for size, listed in found.items()}
 
 

@@ -140,6 +140,8 @@ def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificat
         assert best.attempt is not None
         proof = "the placements offered were chosen before the stages; with them the bound holds for every split between blocks"
         space = f"{best.title}; {len(best.attempt.offers)} placements offered to every stage"
+    elif best.attempt is None:
+        proof += "; the bound is of other placements: the plan is a simple policy's, which the search has not bettered"
     elif best.plan.stages:
         proof += "; the placement was chosen before the stages, of which the bound holds for every split between blocks"
     if not best.is_mixed and found.tried_mixed:
@@ -175,6 +177,7 @@ def _space(graph: PlannableGraph, config: ComputeConfig, options: AutodistOption
         recompute=options.recompute,
         memory_bytes=limit,
         mixed=options.mesh is None,
+        simple=not (options.pin or options.forbid or options.stored),
         pp_place=None if config.rank_order is None else _pp_place(config.rank_order),
     )
 

@@ -10,6 +10,7 @@
         one that takes more memory than was predicted is cut into stages again, with as much less to be used
     the same with the pipeline axis further inside, where the machine has tiers           (tiers.py)
     for every number of stages: cut the chain again, where each stage may choose its placement   (mixing.py, messages.py)
+    audit the plans of the simple policies that may still be better                       (simple.py)
     the best that fits the memory is the answer
 
 Costs that decide are audited ones. What the search covers exactly and what it restricts is in the certificate: placements are
@@ -36,6 +37,7 @@ from shardwright.policies.autodist.clock import Clock
 from shardwright.policies.autodist.cutting import Cutter
 from shardwright.policies.autodist.found import INTERRUPT, Attempt, Candidate, Found, Offer, Opening
 from shardwright.policies.autodist.mixing import AUDITS, MAX_POSITIONS, NEAR, offered
+from shardwright.policies.autodist.simple import SIMPLE, SIMPLE_SLACK, simple_plans
 from shardwright.policies.autodist.space import Least, Placed, Placer, Space, Wish
 from shardwright.policies.autodist.stages.split import NoFit, NoGain
 from shardwright.policies.autodist.stages.walk import Setting, Walk
@@ -128,6 +130,7 @@ class Search:
         if not self._is_late():
             self._try_inner(openings)
             self._try_mixed(openings)
+            self._try_simple(openings)
 
     def _answer_with(self, openings: Sequence[Opening]) -> None:
         """One plan that fits, where there is none yet, from what is known."""
@@ -325,6 +328,27 @@ class Search:
         finally:
             self.found.others += rest
 
+    def _try_simple(self, openings: Sequence[Opening]) -> None:
+        """The plans of the simple policies, on meshes whose bound is below the best plan; those that beat it are candidates."""
+        for opening in sorted(openings if self.space.simple else (), key=lambda opening: opening.bound_s):
+            if opening.bound_s >= self._beaten_s() or self._is_late():
+                return
+            number, place = opening.num_positions, opening.pp_place
+            setting = self._setting(position_ranks(opening.mesh, number, place)[0])
+            found = simple_plans(self.graph, opening.mesh, self._paces(number), number, place, self.space, setting)
+            for simple in sorted(found, key=lambda simple: simple.least_s):
+                if SIMPLE_SLACK * simple.least_s >= self._beaten_s() or self._is_late():
+                    break
+                cost = self.audited(simple.plan)
+                if cost.peak_bytes <= self.space.memory_bytes and cost.step_s < self._beaten_s():
+                    title = paced_title(mesh_title(number, simple.whole.mesh, place), simple.pace) + SIMPLE
+                    placed = replace(opening.free, plan=simple.whole)
+                    self.found.audited.insert(0, Candidate(title, simple.plan, cost.step_s, (placed,), cost=cost))
+
+    def _beaten_s(self) -> float:
+        """Of a step of the best plan that was audited, here or in another search."""
+        return min(self.space.worth_s, self.found.best.step_s if self.found.best else float("inf"))
+
     def _is_late(self) -> bool:
         """Whether nothing further is tried; then that is noted."""
         if self.found.interrupted is None and self.clock.spent() > TRYING_SHARE:
@@ -373,11 +397,13 @@ class Search:
 
     def _offer(self, placed: Placed, ranks: tuple[int, ...]) -> Offer:
         """A placement lowered; if it is for the first ranks, to be offered again where stages differ."""
-        setting = Setting(self.hardware, self.config, ranks, self.optimizer, self.times, self.space.num_microbatches)
-        offer = Offer(placed, Walk(lower(self.graph, placed.plan), setting))
+        offer = Offer(placed, Walk(lower(self.graph, placed.plan), self._setting(ranks)))
         if ranks == tuple(range(placed.plan.mesh.size)):
             self.offers.append(offer)
         return offer
+
+    def _setting(self, ranks: tuple[int, ...]) -> Setting:
+        return Setting(self.hardware, self.config, ranks, self.optimizer, self.times, self.space.num_microbatches)
 
     def _over_units(self, placed: Placed) -> Placed:
         """With parameters stored over the units where the config has ZeRO-3: so the program will be."""

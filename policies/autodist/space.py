@@ -56,7 +56,8 @@ class Space:
 
     ``num_positions``: pipeline positions; 1 is no pipeline. ``meshes``: of the ranks of one position, by their number.
     ``mixed``: whether stages may differ in placement and number of ranks, where the schedule has one for each position.
-    ``pp_place``: before which axis of the mesh the pipeline axis stands; 0 is outermost.
+    ``simple``: whether plans of the simple policies count too. ``pp_place``: before which axis of the mesh the pipeline axis
+    stands; 0 is outermost.
     ``recompute``: module paths computed again, whatever the memory; ``None``: layers, as few as memory asks for. ``audits``:
     how many candidates are audited at once; ``near``: only those predicted to take that many times what the best takes, or
     less; ``worth_s``: none that is predicted to take longer.
@@ -74,4 +75,5 @@ class Space:
     worth_s: float = float("inf")
     near: float = 1.1
     mixed: bool = True
+    simple: bool = False
     pp_place: int | None = None

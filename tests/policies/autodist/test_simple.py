@@ -1,0 +1,80 @@
+"""Plans of the simple policies as the floor of a search: where its own placements are poor, it answers with one of those."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import plans
+import pytest
+from planning import slow_machine
+
+from shardwright.compiler.cost.plan_cost import PlanCost
+from shardwright.compiler.plan.outputs import output_wishes
+from shardwright.compiler.plan.plan import Plan
+from shardwright.policies.autodist.candidates import divisors, meshes
+from shardwright.policies.autodist.found import Found
+from shardwright.policies.autodist.policy import certificate
+from shardwright.policies.autodist.search import Search
+from shardwright.policies.autodist.space import Placed, Space, Wish
+from shardwright.policies.registry import find_policy
+from shardwright.runtime.config import ComputeConfig
+
+NUM_MICROBATCHES = 4
+SIMPLE: list[tuple[str, dict[str, Any]]] = [
+    ("tp", {}),
+    ("data", {}),
+    ("pp", {}),
+    ("hybrid", {"num_stages": 2, "tp": 2}),
+    ("hybrid", {"num_stages": 2, "tp": 1, "dp": 2, "schedule": "zb_h1"}),
+    ("hybrid", {"num_stages": 1, "tp": 2, "dp": 2}),
+]
+"""Policies and their options, on four ranks."""
+
+
+def poor(wish: Wish) -> Placed:
+    """Every rank computes everything; nothing takes less than nothing."""
+    return Placed(plans.zoo_graph("mlp").builder(mesh=dict(wish.mesh.axes)).plan("poor"), 0.0, "none", "poor")
+
+
+def searched(simple: bool, **fields: Any) -> tuple[Search, Found]:
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=True, outputs="loss")
+    every = {n: meshes(n) for n in divisors(4)}
+    given = {"meshes": every, "num_microbatches": NUM_MICROBATCHES, "schedules": ("1f1b", "zb_h1"), "mixed": False}
+    space = Space(**given | fields, simple=simple)
+    search = Search(plans.zoo_graph("mlp"), config, slow_machine(4, bytes_per_s=1e9), space, poor)
+    return search, search.run()
+
+
+def costs(search: Search) -> list[PlanCost]:
+    found = []
+    for policy, options in SIMPLE:
+        given = options | ({"num_microbatches": NUM_MICROBATCHES} if options else {})
+        config = replace(search.config, pas_config=given)
+        made = find_policy(policy).apply(search.graph, config)
+        plan = made if isinstance(made, Plan) else made.plan
+        found.append(search.audited(replace(plan, outputs=output_wishes(search.graph, config))))
+    return found
+
+
+@pytest.mark.parametrize("tight", [False, True])
+def test_a_search_of_poor_placements_answers_with_a_simple_plan(tight: bool) -> None:
+    known = costs(searched(simple=False)[0])
+    memory = sorted(cost.peak_bytes for cost in known)[1] if tight else float("inf")
+    fitting = [cost.step_s for cost in known if cost.peak_bytes <= memory]
+    without = searched(simple=False, memory_bytes=memory)[1].best
+    search, all_found = searched(simple=True, memory_bytes=memory)
+    found = all_found.best
+    assert found is not None and found.step_s <= min(fitting) and found.title.endswith(", as a simple policy has it")
+    assert without is None or without.step_s > found.step_s
+    assert found.cost is not None and found.cost.peak_bytes <= memory
+    told = certificate(all_found, found, search.hardware)
+    assert told.cost_s == found.step_s >= told.bound_s
+    assert "the bound is of other placements: the plan is a simple policy's, which the search has not bettered" in told.proof
+
+
+def test_what_the_options_leave_out_is_no_floor() -> None:
+    one = searched(simple=True, meshes={1: meshes(1)}, schedules=("1f1b",), num_positions=4)[1].best
+    assert one is not None and len(one.plan.stages) == 4 and one.plan.schedule == "1f1b"
+    flat = searched(simple=True, num_positions=1)[1].best
+    assert flat is not None and not flat.plan.stages

@@ -25,6 +25,8 @@ from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.hardware import load_hardware
 from shardwright.compiler.cost.operator_file import dumps_times, load_times, times_file
+from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory
+from shardwright.compiler.cost.optimizer_state import NamedOptimizer
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.module_source import in_dtype
 from shardwright.compiler.plan.pipeline import PipelineProgram
@@ -61,7 +63,11 @@ def _simulate(options: argparse.Namespace) -> int:
     graph = _traced(options, config)
     compiled = compile_graph(graph, policy.apply, config, policy_name=policy.name)
     times = load_times(machine)
-    cost = audit(compiled.program, compiled.config, hardware, times=times, num_microbatches=options.microbatches)
+    optimizer = ADAM if options.optimizer is None else OptimizerMemory(named=NamedOptimizer(options.optimizer))
+    cost = audit(
+        compiled.program, compiled.config, hardware,
+        optimizer=optimizer, times=times, num_microbatches=options.microbatches,
+    )  # fmt: skip
     print(cost.dumps() if options.json else cost)
     if options.html is not None:
         text = page(graph.name, compiled.plan, cost, hardware, num_units=config.num_units)

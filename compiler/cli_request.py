@@ -66,6 +66,11 @@ def add_machine(parser: argparse.ArgumentParser, *, html: bool = True) -> None:
     """Arguments for the machine that a plan is for, and for where a page goes."""
     parser.add_argument("--dtype", help="as if the module had been cast to this dtype: bfloat16, ...")
     parser.add_argument("--hardware", metavar="NAME|FILE", help=f"a preset or a hardware file (default: {HARDWARE})")
+    parser.add_argument(
+        "--optimizer",
+        metavar="NAME|MODULE:NAME",
+        help="whose state is counted: AdamW, 'SGD(momentum=0.9)', my_module:make (default: Adam's two moments)",
+    )
     if html:
         parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")
 

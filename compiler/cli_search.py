@@ -69,6 +69,7 @@ def _asked(options: argparse.Namespace) -> PlanSearch:
     config = with_options(
         config,
         {
+            "--optimizer": ("optimizer", options.optimizer),
             "--global-batch": ("global_batch", options.global_batch),
             "--microbatch": ("microbatch", None if options.microbatch is None else read_sizes_listed(options.microbatch)),
             "--batch-dims": ("batch_dims", None if options.batch_dims is None else read_batch_dims(options.batch_dims)),
@@ -169,6 +170,8 @@ def _plan(options: argparse.Namespace) -> int:
     save(asked.options, plan)
     assert plan.certificate is not None and found.best is not None and found.best.cost is not None
     console.print(str(plan.certificate), soft_wrap=True)
+    if found.best.cost.extrapolated:
+        console.print(found.best.cost.beyond, soft_wrap=True)
     if plan.batch is not None:
         where = ", ".join(f"dim {dim} of {path}" for path, dim in plan.batch.dims.items())
         console.print(f"a step of a unit: {plan.batch} samples ({where})", soft_wrap=True)

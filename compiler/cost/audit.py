@@ -54,10 +54,9 @@ def audit(
             why=f"it has {hardware.num_devices} device(s)",
             hint=f"load_hardware(..., num_devices={config.runtime_ngpus})",
         )
-    programs = program.programs if isinstance(program, PipelineProgram) else (program,)
     count = _checked_count(program, num_microbatches)
     cost = _audit(program, config, hardware, optimizer, times, count)
-    return replace(cost, extrapolated=extrapolated(programs, hardware, times))
+    return replace(cost, extrapolated=extrapolated(program, config, hardware, times))
 
 
 def _checked_count(program: Program | PipelineProgram, num_microbatches: int | None) -> int:

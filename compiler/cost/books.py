@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from shardwright.compiler.cost.body_memory import BodyMemory
@@ -57,8 +56,8 @@ class Books:
             if self.trains and value.kind is ValueKind.PARAMETER and value.requires_grad:
                 copies, shards = num_copies(layout, self.mesh, self.config), num_shards(layout, self.mesh, self.config)
                 group = (layout.grad_partial, ZERO in layout.cut_axes, value.name in shared)
-                elements = math.prod(form.shape)
-                trained[value.name] = Trained(value.name, elements, value.dtype, copies, shards, group, value.name in shared)
+                is_shared = value.name in shared
+                trained[value.name] = Trained(value.name, tuple(form.shape), value.dtype, copies, shards, group, is_shared)
         for name, form in inputs.items():
             sources[name] = form, self.ledger.hold(self.ledger.new(form.num_bytes, "input"))
         used = dict.fromkeys(v.name for program in programs for step in program.body for v in reads(step) if v.name in trained)

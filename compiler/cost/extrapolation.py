@@ -5,18 +5,63 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 
+from shardwright.compiler.cost.adapters import DEFAULT_BUCKET_BYTES
+from shardwright.compiler.cost.communication import step_elements
 from shardwright.compiler.cost.device import Device
 from shardwright.compiler.cost.hardware import Hardware
+from shardwright.compiler.cost.local import local_bytes
 from shardwright.compiler.cost.operators import OperatorTimes, op_time
-from shardwright.compiler.plan.program import Compute, Program
+from shardwright.compiler.ir.value import ValueKind
+from shardwright.compiler.plan.pipeline import PipelineProgram
+from shardwright.compiler.plan.program import Adapt, Compute, Program
+from shardwright.runtime.config import ComputeConfig
 
 
-def extrapolated(programs: Iterable[Program], hardware: Hardware, times: OperatorTimes | None = None) -> tuple[str, ...]:
-    """The products and memory passes of the programs' operators outside the tables of a measured device, each once.
-
-    Empty for a device without tables: there everything is an assumption, which its file says. Operators with measured
-    ``times`` of their own do not count.
+def largest_message(program: Program | PipelineProgram, config: ComputeConfig) -> int:
+    """The bytes of the largest message of a step: of an adapter, as collectives count them, of what crosses to another stage,
+    or of a bucket of gradients.
     """
+    if isinstance(program, PipelineProgram):
+        crossed = [
+            min(local_bytes(held.layout, crossing.value.dtype, held.mesh) for held in (crossing.sent, crossing.received))
+            for crossing in program.crossings
+        ]
+        return max([*crossed, *(largest_message(stage, config) for stage in program.programs)], default=0)
+    mesh, largest = program.plan.storage_mesh, 0
+    for instruction in program.body:
+        if isinstance(instruction, Adapt) and sum(step_elements(instruction.step, mesh)) > 0:
+            ends = instruction.step.before, instruction.step.after
+            largest = max(largest, *(local_bytes(layout, instruction.of.dtype, mesh) for layout in ends))
+    cap = config.reducer_bucket_cap_mb
+    bucket_bytes = DEFAULT_BUCKET_BYTES if cap is None else round(cap * 2**20)
+    summed = sum(
+        local_bytes(declaration.layout, declaration.value.dtype, mesh)
+        for declaration in program.declarations
+        if declaration.value.kind is ValueKind.PARAMETER and declaration.value.requires_grad and not config.inference_only
+        and (config.num_units > 1 or declaration.layout.grad_partial)
+    )  # fmt: skip
+    return max(largest, min(summed, bucket_bytes))
+
+
+def extrapolated(
+    program: Program | PipelineProgram, config: ComputeConfig, hardware: Hardware, times: OperatorTimes | None = None
+) -> tuple[str, ...]:
+    """What lies outside the sizes that were measured on a machine: products and memory passes of operators, each once, and the
+    largest message.
+
+    Empty where nothing was measured: there everything is an assumption, which its file says. Operators with measured ``times``
+    of their own do not count.
+    """
+    programs = program.programs if isinstance(program, PipelineProgram) else (program,)
+    return (*_outside_tables(programs, hardware, times), *_outside_links(largest_message(program, config), hardware))
+
+
+def _outside_links(num_bytes: int, hardware: Hardware) -> tuple[str, ...]:
+    measured = max((point.get("bytes", 0) for point in hardware.measurements.get("links", ())), default=num_bytes)
+    return (f"a message of {_megabytes(num_bytes)} (measured: {_megabytes(measured)})",) if num_bytes > measured else ()
+
+
+def _outside_tables(programs: Iterable[Program], hardware: Hardware, times: OperatorTimes | None) -> tuple[str, ...]:
     if not hardware.device.has_tables:
         return ()
     watched = _Watched.of(hardware.device)

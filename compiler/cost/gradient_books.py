@@ -8,6 +8,7 @@ takes as much again as its bucket, for two buckets at most: gloo needs that room
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -30,17 +31,21 @@ STEP_TEMPORARIES = 2
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """``num_elements`` of a trained parameter on this rank, summed over ``copies`` ranks that split its state into ``shards``.
+    """A piece ``shape`` of a trained parameter on this rank, summed over ``copies`` ranks that split its state into ``shards``.
     Parameters of one ``group`` are summed over the same ranks. ``is_shared``: other stages hold it too.
     """
 
     name: str
-    num_elements: int
+    shape: tuple[int, ...]
     dtype: torch.dtype
     copies: int
     shards: int
     group: object
     is_shared: bool = False
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +93,7 @@ class GradientBooks:
         self._mine: dict[_Bucket, int] = {}
         self._exchanges: list[int] = []
         for item in trained:
-            kept = item.num_elements / item.shards * state_bytes(optimizer, item.dtype, config)
+            kept = state_bytes(optimizer, item.shape, item.dtype, config) / item.shards
             ledger.hold(ledger.new(round(kept), "optimizer"))
         for bucket in self._buckets:
             if not bucket.is_split or (self._settings.contiguous_gradients and not self._settings.frees_gradients):

@@ -196,11 +196,11 @@ def _host(call: LocalCall, device: Device) -> OpTime:
     return OpTime(forward_s, backward_s if call.differentiated else 0.0)
 
 
-def optimizer_s(num_elements: float, element_bytes: float, state_bytes: float, hardware: Hardware) -> float:
-    """Seconds of an optimizer's step over so many local elements with ``state_bytes`` of state each: one that goes over
+def optimizer_s(parameter_bytes: float, state_bytes: float, hardware: Hardware) -> float:
+    """Seconds of an optimizer's step over so many local bytes of parameters with ``state_bytes`` of state: one that goes over
     parameter and state twice (read, write) and over the gradient once, in torch's unfused form :data:`UNFUSED` times that.
     """
-    return UNFUSED * num_elements * (3 * element_bytes + 2 * state_bytes) / hardware.device.bytes_per_s
+    return UNFUSED * (3 * parameter_bytes + 2 * state_bytes) / hardware.device.bytes_per_s
 
 
 UNFUSED = 2.5

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from shardwright.compiler.cost.optimizer_state import NamedOptimizer
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import ZERO, Layout, Mesh
 from shardwright.runtime.zero.settings import ReductionSettings
@@ -19,16 +21,24 @@ class OptimizerMemory:
     ``num_moments``: numbers of the dtype it updates, as torch's optimizers make them: that of the parameter, or that of the
     config's masters. Adam has two (by default), SGD with momentum one. ``own_bytes_per_element``: state in dtypes of its own
     beside them, such as masters that it makes itself. ``grad_bytes_per_element``: of a gradient, where neither config nor the
-    dtype of its parameter says it.
+    dtype of its parameter says it. ``named``: an optimizer whose own state, by shape and dtype, counts in the place of moments.
     """
 
     num_moments: float = 2.0
     own_bytes_per_element: float = 0.0
     grad_bytes_per_element: float | None = None
+    named: NamedOptimizer | None = None
 
     @property
     def keeps_state(self) -> bool:
-        return self.num_moments > 0 or self.own_bytes_per_element > 0
+        """Whether it keeps anything of a matrix."""
+        return self.moments_bytes((2, 2), torch.float32) > 0 or self.own_bytes_per_element > 0
+
+    def moments_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> float:
+        """Of a tensor that it updates."""
+        if self.named is not None:
+            return self.named.state_bytes(tuple(shape), dtype)
+        return self.num_moments * dtype.itemsize * math.prod(shape)
 
 
 ADAM = OptimizerMemory()
@@ -37,14 +47,15 @@ REMAINDER_BYTES = 2
 """Of a float32 master of a bfloat16 parameter, what that lacks."""
 
 
-def state_bytes(optimizer: OptimizerMemory, dtype: torch.dtype, config: ComputeConfig) -> float:
-    """What is kept of one element that a rank updates of a parameter of ``dtype``: state, and the master if there is one."""
+def state_bytes(optimizer: OptimizerMemory, shape: Sequence[int], dtype: torch.dtype, config: ComputeConfig) -> float:
+    """What is kept of a piece ``shape`` of a parameter of ``dtype`` that a rank updates: state and any master."""
     settings = ReductionSettings(table=config.optimizer_table)
     updated = settings.state_dtype(dtype)
     master = 0 if updated == dtype else updated.itemsize
     if settings.stores_remainders and dtype == torch.bfloat16:
         master = REMAINDER_BYTES
-    return optimizer.num_moments * updated.itemsize + optimizer.own_bytes_per_element + master
+    beside = optimizer.own_bytes_per_element + master
+    return optimizer.moments_bytes(shape, updated) + math.prod(shape) * beside
 
 
 def gradient_bytes(optimizer: OptimizerMemory, dtype: torch.dtype, config: ComputeConfig) -> float:

@@ -125,9 +125,16 @@ class PlanCost:
             longest = max(self.messages, key=lambda name: self.messages[name])
             lines.append(f"  messages under way: {_seconds(self.messages[longest])} from {longest}, which is most")
         if self.extrapolated:
-            first, more = self.extrapolated[:3], len(self.extrapolated) - 3
-            lines.append(f"  beyond what was measured: {', '.join(first)}{f' and {more} more' if more > 0 else ''}")
+            lines.append(f"  {self.beyond}")
         return "\n".join(lines)
+
+    @property
+    def beyond(self) -> str:
+        """What lies outside the sizes that were measured, in a line; empty if nothing does."""
+        first, more = self.extrapolated[:3], len(self.extrapolated) - 3
+        if not first:
+            return ""
+        return f"beyond what was measured: {', '.join(first)}{f' and {more} more' if more > 0 else ''}"
 
 
 def _seconds(seconds: float) -> str:

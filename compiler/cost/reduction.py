@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardwright.compiler.cost.adapters import DEFAULT_BUCKET_BYTES, reduction_s
 from shardwright.compiler.cost.body_time import BodyTime
 from shardwright.compiler.cost.hardware import Hardware
-from shardwright.compiler.cost.local import local_bytes
+from shardwright.compiler.cost.local import local_bytes, local_shape
 from shardwright.compiler.cost.operators import optimizer_s
 from shardwright.compiler.cost.optimizer_memory import OptimizerMemory, num_shards, state_bytes
 from shardwright.compiler.ir.value import ValueKind
@@ -132,9 +132,9 @@ def update_s(
 ) -> float:
     """Seconds of the optimizer's pass over one parameter, or over this rank's share of it with ZeRO."""
     value, layout = declaration.value, declaration.layout
-    elements = local_bytes(layout, value.dtype, mesh) / value.dtype.itemsize
-    elements /= num_shards(layout, mesh, config)
-    return optimizer_s(elements, value.dtype.itemsize, state_bytes(optimizer, value.dtype, config), hardware)
+    shards = num_shards(layout, mesh, config)
+    kept = state_bytes(optimizer, local_shape(layout, mesh), value.dtype, config) / shards
+    return optimizer_s(local_bytes(layout, value.dtype, mesh) / shards, kept, hardware)
 
 
 def _collectives(config: ComputeConfig, num_microbatches: int) -> tuple[str, ...]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory
+from shardwright.compiler.cost.optimizer_state import NamedOptimizer
 from shardwright.compiler.schedule.generate import SCHEDULES
 from shardwright.policies.autodist.candidates import AXIS_NAMES
 from shardwright.policies.autodist.degrees import check_degrees
@@ -19,6 +21,10 @@ class AutodistOptions:
 
     **Machine.** ``hardware``: a preset or a hardware file, of at least ``plan_ngpus`` devices. ``memory_limit_gb``: of one
     device (default: what the hardware has).
+
+    ``optimizer``: what keeps the state that memory and time are counted for, a class of ``torch.optim`` with settings
+    (``"SGD(momentum=0.9)"``), or a class or function of one's own that takes parameters (``"my_module:make"``). Left out:
+    Adam's two moments of every parameter.
 
     **Mesh.** ``mesh``: axes and sizes of the ranks of one pipeline position, major to minor; without it all meshes of up to
     ``max_axes`` axes are tried, none larger than ``max_split``. ``degrees``: by role (``dp``, ``sp``, ``ep``, ``tp``), among
@@ -44,6 +50,7 @@ class AutodistOptions:
 
     hardware: str = "a100-80gb"
     memory_limit_gb: float | None = None
+    optimizer: str | None = None
     mesh: Mapping[str, int] | None = None
     max_axes: int = 2
     max_split: int | None = None
@@ -90,6 +97,11 @@ class AutodistOptions:
                 why=f"global_batch={self.global_batch} and the size of a microbatch say how many there are",
                 hint=f"leave out {' and '.join(twice)}, or global_batch",
             )
+
+    @property
+    def optimizer_memory(self) -> OptimizerMemory:
+        """What the optimizer keeps. Raises :class:`ConfigError` if it cannot be told."""
+        return ADAM if self.optimizer is None else OptimizerMemory(named=NamedOptimizer(self.optimizer))
 
 
 COUNTS = ("max_axes", "max_split", "num_microbatches", "num_stages", "chunks", "update_freq", "global_batch")

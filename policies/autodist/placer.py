@@ -59,6 +59,7 @@ class Placer:
     ) -> None:
         self.graph, self.config, self.options, self.hardware, self.times = graph, config, options, hardware, times
         self._clock = clock or Clock(options.time_limit_s)
+        self._optimizer = options.optimizer_memory
         self._pricings: Pricings = {} if pricings is None else pricings
 
     def request(self, wish: Wish) -> PlacementRequest:
@@ -82,6 +83,7 @@ class Placer:
             times=self.times,
             deadline=self._clock.latest if wish.hurried else self._clock.moment(PLACING_SHARE),
             hurried=wish.hurried,
+            optimizer=self._optimizer,
         )
 
     def _forbidden(self, mesh: Mesh) -> Mapping[str, tuple[str, ...]]:

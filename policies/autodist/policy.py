@@ -109,7 +109,7 @@ def search_variants(variants: Variants, options: AutodistOptions, hardware: Hard
         placer = Placer(variant.graph, variant.config, chosen, hardware, times, pricings, clock)
         return Search(
             variant.graph, variant.config, hardware, space, placer,
-            times=times, clock=clock, least=placer.least_s,
+            optimizer=chosen.optimizer_memory, times=times, clock=clock, least=placer.least_s,
         ).run()  # fmt: skip
 
     return variants.search(one, options.time_limit_s)

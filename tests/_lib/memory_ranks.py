@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ def measured_peaks(
     inputs: Mapping[str, Any],
     config: ComputeConfig,
     num_microbatches: int | None = None,
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
 ) -> list[int]:
-    """The most bytes that live at once on each rank, in a step with Adam that is not the first. Every such step must have the
+    """The most bytes that live at once on each rank, in a step that is not the first. Every such step must have the
     same, however the threads take turns.
     """
     write(directory, compiled, module)
@@ -34,7 +35,7 @@ def measured_peaks(
     def rank(index: int) -> int:
         part = load_class(directory)()
         with LiveBytes() as live:
-            optimizer = build_optimizer(part, torch.optim.Adam, config)
+            optimizer = build_optimizer(part, make, config)
             samples = [dict(inputs) for _ in range(num_microbatches or compiled.plan.num_microbatches)]
             samples = [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()} for s in samples]
             live.watch([*part.parameters(), *part.buffers()])

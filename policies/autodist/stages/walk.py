@@ -11,7 +11,7 @@ from functools import cached_property
 
 from shardwright.compiler.cost.adapters import step_time
 from shardwright.compiler.cost.hardware import Hardware
-from shardwright.compiler.cost.local import local_bytes
+from shardwright.compiler.cost.local import local_bytes, local_shape
 from shardwright.compiler.cost.operators import OperatorTimes, OpTime, op_time
 from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory, gradient_bytes, num_shards, state_bytes
 from shardwright.compiler.cost.reduction import parameter_s
@@ -149,8 +149,8 @@ class Walk:
                 continue
             num_elements = num_bytes / value.dtype.itemsize
             held = num_bytes + num_elements * gradient_bytes(setting.optimizer, value.dtype, config)
-            kept = state_bytes(setting.optimizer, value.dtype, config)
-            held += num_elements * kept / num_shards(layout, self.storage_mesh, config)
+            kept = state_bytes(setting.optimizer, local_shape(layout, self.storage_mesh), value.dtype, config)
+            held += kept / num_shards(layout, self.storage_mesh, config)
             each_s, once_s = parameter_s(
                 declaration, self.storage_mesh, config, setting.hardware, setting.optimizer, setting.ranks,
                 setting.num_microbatches,

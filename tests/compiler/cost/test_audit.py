@@ -69,7 +69,8 @@ def test_without_stages_the_time_is_a_sum(policy: str, plan: int, runtime: int) 
         if declaration.value.kind is ValueKind.PARAMETER:
             layout, dtype = declaration.layout, declaration.value.dtype
             total += reduction_s(layout, dtype, mesh, ranks, HARDWARE, num_units=config.num_units)
-            total += optimizer_s(local_bytes(layout, dtype, mesh) / 8, 8, 16, HARDWARE)
+            num_bytes = local_bytes(layout, dtype, mesh)
+            total += optimizer_s(num_bytes, 2 * num_bytes, HARDWARE)
     cost = audit(program, config, HARDWARE)
     assert cost.step_s == pytest.approx(total, rel=1e-12)
     assert cost.step_s == pytest.approx(cost.ranks[0].compute_s + cost.ranks[0].communication_s, rel=1e-12)

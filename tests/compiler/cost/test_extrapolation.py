@@ -5,15 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import plans
+import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.efficiency import BandwidthTable, EfficiencyTable
+from shardwright.compiler.cost.extrapolation import largest_message
 from shardwright.compiler.cost.hardware import Hardware, load_hardware
 from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.program import Program
+from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 
 
@@ -60,6 +64,24 @@ def test_nothing_is_said_inside_the_tables_and_without_any() -> None:
     for hardware in (measured((8, 64), 10**9), load_hardware("cpu", 2)):
         cost = audit(program(), CONFIG, hardware)
         assert cost.extrapolated == () and "measured" not in str(cost)
+
+
+@pytest.mark.parametrize(("measured_bytes", "beyond"), [(1000, ("a message of 0.00205 MB (measured: 0.001 MB)",)), (2048, ())])
+def test_messages_larger_than_those_measured_are_named(measured_bytes: int, beyond: tuple[str, ...]) -> None:
+    hardware = replace(load_hardware("cpu", 2), measurements={"links": [{"bytes": measured_bytes}, {"bytes": 256}]})
+    cost = audit(program(), CONFIG, hardware)  # [8, 64] of float32 are gathered for down
+    assert cost.extrapolated == beyond
+
+
+def test_messages_between_stages_and_of_gradients_count() -> None:
+    graph = plans.annotated(plans.traced(Net(), {"x": torch.ones(8, 16)}))
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=4, use_end2end=True, pas_config={"num_microbatches": 2})
+    compiled = compile_graph(graph, find_policy("pp").apply, config, policy_name="pp")
+    units = 4 * (64 * 16 + 64)
+    assert largest_message(compiled.program, config) == units  # of a stage: up, and its bias
+    assert largest_message(compiled.program, replace(config, reducer_bucket_cap_mb=0.001)) == 4 * 8 * 64  # what crosses
+    (first, _) = compiled.program.programs  # type: ignore[union-attr]
+    assert largest_message(first, replace(config, runtime_ngpus=2)) == 0
 
 
 def test_watching_does_not_change_the_cost() -> None:

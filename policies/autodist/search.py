@@ -222,7 +222,7 @@ class Search:
                 binds = least_s > (1 + BINDS) * free.bound_s
                 free = _bounded(free, least_s)
             except KeyboardInterrupt:
-                free = replace(free, interrupted=True)
+                free, binds = replace(free, interrupted=True), True  # for all that is known
         return None if free is None else Opening(num_positions, mesh, pp_place, free, tuple(others), binds)
 
     def _try_inner(self, openings: Sequence[Opening]) -> None:
@@ -480,8 +480,10 @@ class Search:
             return None
         over = peak_bytes - self.space.memory_bytes
         for by in (LATE_CORRECTION, CORRECTION) if self.clock.spent() > 1.0 else (CORRECTION,):
-            found = self._try(attempt, candidate.used_bytes - by * over)
-            if found is not None and found.plan != candidate.plan:
+            found = self.cutter.cut(attempt, candidate.used_bytes - by * over)
+            if isinstance(found, NoGain):
+                self.found.bounds[attempt.title] = found.bound_s
+            elif isinstance(found, Candidate) and found.plan != candidate.plan:
                 return found
         return None
 

@@ -12,6 +12,7 @@ strategies and conversions.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -95,16 +96,21 @@ class Variants:
 
     def search(self, one: Callable[[Variant, float, float], Found], time_limit_s: float) -> Found:
         """What ``one`` finds for all of them, each in its share of the time that is left, where it only audits what is
-        predicted to be about as good as the best so far.
+        predicted to be about as good as the best so far. One that could not end in time, as the quickest so far took longer, is
+        not begun.
         """
         if len(self.listed) == 1 and not self.listed[0].title and not self.refused:
             return one(self.listed[0], time_limit_s, float("inf"))
         began, total = time.monotonic(), Found(refused=dict(self.refused))
+        quickest_s = 0.0
         for index, variant in enumerate(self.listed):
             left = time_limit_s - (time.monotonic() - began)
-            if total.interrupted == INTERRUPT or (left <= 0 and total.best is not None):
+            if total.interrupted == INTERRUPT:
                 total.refused[variant.title] = "not searched, as the search had ended"
-                total.interrupted = total.interrupted or _time_over(time_limit_s)
+                continue
+            if left <= quickest_s and total.best is not None:
+                total.refused[variant.title] = f"not searched, as no time was left ({max(left, 0.0):.0f} s)"
+                total.interrupted = _time_over(time_limit_s)
                 continue
             worth_s = float("inf") if total.best is None else WORTH * total.best.step_s
             try:
@@ -114,6 +120,7 @@ class Variants:
                     raise
                 found = Found(interrupted=INTERRUPT)
             _add(total, found, variant, time_limit_s)
+            quickest_s = min(quickest_s or math.inf, found.seconds)
         total.seconds = time.monotonic() - began
         total.searched = _in_words(self.listed)
         return total

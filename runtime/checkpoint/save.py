@@ -280,6 +280,7 @@ def _add_piece(sources: dict[str, TensorSource], file: str, key: str, value: Ten
     check_dtype(key, value.dtype)
     if not value.numel():
         return ()
+    assert key not in sources, f"two tensors are called {key!r}"
     sources[key] = _source(value.detach())
     return (PieceRecord(file, key, region),)
 

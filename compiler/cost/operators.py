@@ -69,19 +69,27 @@ class OperatorTimes:
 
 
 def call_key(call: LocalCall) -> str:
-    """What a measured time is known by: ``linear [[4, 8], "float32", true] [[16, 8], "float32", true]``."""
+    """What a measured time is known by: ``linear [[4, 8], "float32", true] [[16, 8], "float32", true]``; attributes follow, and
+    where some are sizes of the whole tensor, what the rank's results are in their place.
+    """
     operands = (json.dumps([list(x.shape), str(x.dtype).removeprefix("torch."), x.requires_grad]) for x in call.operands)
-    attributes = [f"{name}={arg!r}" for name, arg in call.op.args if not _holds_values(arg) and not _is_size(arg)]
-    return " ".join([call.op.target, *operands, *attributes])
+    given = [(name, arg) for name, arg in call.op.args if not _holds_values(arg)]
+    attributes = [f"{name}={arg!r}" for name, arg in given if not _is_size(name, arg)]
+    results = ["->", *(json.dumps(list(x.shape)) for x in call.results)] if len(attributes) < len(given) else []
+    return " ".join([call.op.target, *operands, *attributes, *results])
 
 
 def _holds_values(arg: Any) -> bool:
     return isinstance(arg, IRValue) or (isinstance(arg, tuple) and any(map(_holds_values, arg)))
 
 
-def _is_size(arg: Any) -> bool:
-    """Sizes follow from the shapes; those of the whole tensor would tell apart calls that are alike on a rank."""
-    return isinstance(arg, tuple)
+def _is_size(name: str, arg: Any) -> bool:
+    """Sizes of the whole tensor, and bounds in it: they would tell apart calls that are alike on a rank."""
+    return isinstance(arg, tuple) and name in SIZE_ARGUMENTS
+
+
+SIZE_ARGUMENTS = frozenset(("shape", "size", "sizes", "split_size_or_sections", "index", "repeats", "bounds"))
+"""What the tables call such arguments. Strides, kernel sizes, dims and the like are tuples too, and time depends on them."""
 
 
 VIEWS = frozenset(

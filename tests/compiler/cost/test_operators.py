@@ -110,6 +110,20 @@ def test_a_measured_time_replaces_the_estimate() -> None:
     assert op_time(op, {}, mesh, REAL, times) == op_time(op, {}, mesh, REAL)
 
 
+def known_by(function: Any, *args: Any, **kwargs: Any) -> str:
+    return call_key(local_call(example_op((function, args, kwargs))[0], {}, ALONE))
+
+
+def test_measured_times_are_known_by_attributes_too() -> None:
+    """Calls of one operator on operands of one shape that differ in a tuple."""
+    x, weight = randn(2, 4, 8, 8), randn(4, 4, 3, 3)
+    far = known_by(F.conv2d, x, weight, padding=(2, 2), dilation=(2, 2))
+    assert "padding=(2, 2) dilation=(2, 2)" in far != known_by(F.conv2d, x, weight, padding=(1, 1))
+    assert known_by(F.avg_pool2d, x, (2, 2)) != known_by(F.avg_pool2d, x, (3, 3), (2, 2), (1, 1))
+    assert known_by(torch.sum, x, (0, 1)) != known_by(torch.sum, x, (2, 3))
+    assert known_by(torch.Tensor.expand, x, 3, 2, 4, 8, 8) == 'expand [[2, 4, 8, 8], "float32", true] -> [3, 2, 4, 8, 8]'
+
+
 def test_a_host_that_is_waited_for_adds_its_time() -> None:
     """To views too, to measured times too, and to a backward where there is one."""
     device = replace(REAL.device, host_s=(1.0, 2.0))

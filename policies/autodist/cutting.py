@@ -27,6 +27,9 @@ from shardwright.policies.autodist.words import again_in_words, paced_title, sta
 Chain = tuple[list[int], Mapping[int, str]]
 """Where blocks begin, and the module paths of those that are layers that may be computed again."""
 
+SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)
+"""Of what computing layers again can save, the shares that are left alone in trials for little memory."""
+
 
 class Cutter:
     """Cuts attempts on one graph into stages."""
@@ -56,6 +59,27 @@ class Cutter:
         if best is not None:
             return replace(best, split_bound_s=min(bound, best.split_bound_s))
         return NoGain(bound) if bound < float("inf") else NoFit(needed * attempt.pace.chunks)
+
+    def leanest(self, attempt: Attempt) -> Candidate | None:
+        """The stages that take least memory by the model of stages, whether they fit or not."""
+        found = self.cut(attempt, 0.0)
+        if isinstance(found, NoFit) and found.needed_bytes < float("inf"):
+            found = self.cut(attempt, found.needed_bytes * (1 + 1e-9))
+        return found if isinstance(found, Candidate) else None
+
+    def saving(self, attempt: Attempt) -> list[Candidate]:
+        """The stages that take least memory by the model of stages, and some on the way from there to nothing computed again:
+        what is computed again takes memory at that moment, so that more of it may need more.
+        """
+        least, free = self.leanest(attempt), self.cut(attempt, float("inf"))
+        if least is None or not isinstance(free, Candidate):
+            return []
+        found = {least.plan.recompute: least}
+        for share in SHARES:
+            between = self.cut(attempt, least.used_bytes + share * (free.used_bytes - least.used_bytes))
+            if isinstance(between, Candidate):
+                found.setdefault(between.plan.recompute, between)
+        return list(found.values())
 
     def could_help(self, attempt: Attempt, sizes: Sequence[int]) -> bool:
         """Whether an attempt could come below its ``below_s`` with placements on ``sizes`` ranks beside those offered, if more

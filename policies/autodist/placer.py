@@ -18,6 +18,7 @@ from shardwright.policies.autodist.degrees import forbidden
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.placement.constraints import Constraints
 from shardwright.policies.autodist.placement.formulation import Node, OpNode
+from shardwright.policies.autodist.placement.lean import lean
 from shardwright.policies.autodist.placement.memory_bound import least_step_s
 from shardwright.policies.autodist.placement.place import Placement, place
 from shardwright.policies.autodist.placement.pricing import Pricing
@@ -92,7 +93,7 @@ class Placer:
     def __call__(self, wish: Wish) -> Placed:
         request = self.request(wish)
         pricing = self._pricings.setdefault((wish.mesh, wish.ranks), Pricing(request))
-        found = place(request, pricing=pricing)
+        found = place(request, pricing=pricing) if wish.lean is None else lean(request, wish.lean, pricing)
         if isinstance(found, Infeasible):
             raise PlanError("no placement fits", why=_too_large(found, request, pricing))
         plan = found.plan if self.graph.eval_graph is None else _with_evaluation(found, self.graph.eval_graph)

@@ -24,6 +24,7 @@ from shardwright.policies.autodist.placer import Placer, Pricings
 from shardwright.policies.autodist.search import Search
 from shardwright.policies.autodist.space import Space
 from shardwright.policies.autodist.variants import Variant, Variants
+from shardwright.policies.autodist.words import gigabytes
 from shardwright.policies.partition import starts_at
 from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.saved import SavedOptions, load_plan
@@ -63,7 +64,8 @@ def save(options: AutodistOptions, plan: Plan) -> None:
 def settled(found: Found, config: ComputeConfig, hardware: Hardware) -> Plan:
     """The best plan of a search, with its certificate. Raises :class:`PlanError` if nothing fits."""
     if found.best is None:
-        refused = "; ".join(f"{title}: {reason}" for title, reason in found.refused.items()) or "nothing was tried"
+        reasons = [*_least_in_words(found), *(f"{title}: {reason}" for title, reason in found.refused.items())]
+        refused = "; ".join(reasons) or "nothing was tried"
         if found.interrupted is not None:
             predicted = f"; not audited: {', '.join(c.title for c in found.others)}" if found.others else ""
             raise PlanError(
@@ -80,6 +82,12 @@ def settled(found: Found, config: ComputeConfig, hardware: Hardware) -> Plan:
     best = found.best.plan
     strategies = {op: assignment for op, assignment in best.strategies.items() if assignment}
     return replace(best, strategies=strategies, policy="autodist", certificate=certificate(found, found.best, hardware))
+
+
+def _least_in_words(found: Found) -> list[str]:
+    """What nothing that was tried is below."""
+    num_bytes, title = found.least
+    return [f"the least of what was tried is {gigabytes(num_bytes)} on a device ({title})"] if title else []
 
 
 def search(graph: PlannableGraph, config: ComputeConfig, options: AutodistOptions, hardware: Hardware) -> Found:

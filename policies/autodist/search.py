@@ -8,6 +8,7 @@
                             move their begins, if it is another than 1F1B     (moving.py: as long as a simulation gets shorter)
     lower the most promising plans and audit them: adapters, messages and actions that are really emitted
         one that takes more memory than was predicted is cut into stages again, with as much less to be used
+    nothing fits: place the model on every mesh for the least memory, then for less and less of it    (sparing.py)
     the same with the pipeline axis further inside, where the machine has tiers           (tiers.py)
     for every number of stages: cut the chain again, where each stage may choose its placement   (mixing.py, messages.py)
     audit the plans of the simple policies that may still be better                       (simple.py)
@@ -27,6 +28,7 @@ from dataclasses import replace
 from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.operators import OperatorTimes
 from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory
+from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
@@ -39,6 +41,7 @@ from shardwright.policies.autodist.found import INTERRUPT, Attempt, Candidate, F
 from shardwright.policies.autodist.mixing import AUDITS, MAX_POSITIONS, NEAR, offered
 from shardwright.policies.autodist.simple import SIMPLE, SIMPLE_SLACK, simple_plans
 from shardwright.policies.autodist.space import Least, Placed, Placer, Space, Wish
+from shardwright.policies.autodist.sparing import Sparing
 from shardwright.policies.autodist.stages.split import NoFit, NoGain
 from shardwright.policies.autodist.stages.walk import Setting, Walk
 from shardwright.policies.autodist.wishes import wishes
@@ -127,10 +130,17 @@ class Search:
                 break
         else:
             self._end_by_time()
+        if not self.found.audited and self.space.worth_s == float("inf"):  # no other search has a plan either
+            self._spare(openings)
         if not self._is_late():
             self._try_inner(openings)
             self._try_mixed(openings)
             self._try_simple(openings)
+
+    def _spare(self, openings: Sequence[Opening]) -> None:
+        sparing = Sparing(self.found, self.clock, self.cutter, self._placed, self._offer, self._paces, self._audit)
+        if not sparing.run(openings):
+            self._end_by_time()
 
     def _answer_with(self, openings: Sequence[Opening]) -> None:
         """One plan that fits, where there is none yet, from what is known."""
@@ -458,18 +468,26 @@ class Search:
                 continue
             self._seen.append(candidate)
             audits += 1
-            cost = self.audited(candidate.plan)
-            if cost.peak_bytes <= self.space.memory_bytes:
-                self.found.audited.append(replace(candidate, cost=cost))
-            else:
-                self.found.refused[candidate.title] = too_large(cost.peak_bytes, self.space.memory_bytes)
+            cost = self._audit(candidate)
+            if cost.peak_bytes > self.space.memory_bytes:
                 mended = self._mended(candidate, cost.peak_bytes) if corrections < MAX_CORRECTIONS else None
                 if mended is not None:
                     self.found.refused.pop(candidate.title, None)
                     waiting.append((mended, corrections + 1))
-            self.found.audited.sort(key=lambda candidate: candidate.step_s)
             self.found.others = [*same, *(candidate for candidate, _ in waiting)]
             longest_s = max(longest_s, self.clock.seconds - began)
+
+    def _audit(self, candidate: Candidate) -> PlanCost:
+        """The cost of a candidate, which is noted among those that were audited, or refused."""
+        cost = self.audited(candidate.plan)
+        if cost.peak_bytes <= self.space.memory_bytes:
+            self.found.refused.pop(candidate.title, None)
+            self.found.audited.append(replace(candidate, cost=cost))
+            self.found.audited.sort(key=lambda candidate: candidate.step_s)
+        else:
+            self.found.refused[candidate.title] = too_large(cost.peak_bytes, self.space.memory_bytes)
+            self.found.least = min(self.found.least, (cost.peak_bytes, candidate.title))
+        return cost
 
     def _mended(self, candidate: Candidate, peak_bytes: float) -> Candidate | None:
         """The candidate cut again, for as much less memory as it took too much; None if that leaves nothing else. Where time is

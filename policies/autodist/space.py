@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwright.compiler.plan.plan import Plan
+from shardwright.policies.autodist.placement.lean import Weight
 from shardwright.runtime.layout import Mesh
 
 
@@ -30,6 +31,7 @@ class Wish:
 
     ``memory_bytes``: what all of it may take on a rank, with ``in_flight`` microbatches' activations; those of ``recompute``
     are computed again. ``hurried``: one that fits soon is wished for, be it not the best.
+    ``lean``: what memory counts beside time, in the place of that limit.
     """
 
     mesh: Mesh
@@ -39,6 +41,7 @@ class Wish:
     in_flight: int = 1
     recompute: tuple[str, ...] = ()
     hurried: bool = False
+    lean: Weight | None = None
 
 
 Placer = Callable[[Wish], Placed]

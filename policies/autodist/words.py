@@ -31,7 +31,12 @@ def too_large(needed_bytes: float, limit_bytes: float) -> str:
     """Why nothing fits. ``needed_bytes``: infinite where there are fewer blocks than stages."""
     if needed_bytes == float("inf"):
         return "the model cannot be cut into so many stages"
-    return f"it needs {needed_bytes / 1e9:.2f} GB on a device, and {limit_bytes / 1e9:.2f} GB are allowed"
+    return f"it needs {gigabytes(needed_bytes)} on a device, and {gigabytes(limit_bytes)} are allowed"
+
+
+def gigabytes(num_bytes: float) -> str:
+    """``17.03 GB``; of small models as many digits: ``0.0002061 GB``."""
+    return f"{num_bytes / 1e9:.4g} GB"
 
 
 def again_in_words(chosen: Sequence[Sequence[Part]], layers: Mapping[int, str]) -> str:

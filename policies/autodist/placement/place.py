@@ -105,7 +105,7 @@ def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Place
             smallest = True  # the row may have been corrected too far: what uses least of it may fit
             problem = replace(formulation.problem, rows=(replace(rows[0], limit=least * (1 + 1e-6)),))
             continue
-        found = _placement(request, formulation, solution)
+        found = placement_of(request, formulation, solution, solution.bound - formulation.slack, solution.proof)
         measuring = time.monotonic()
         if not walked or solution.interrupted or (measured_s and measuring + measured_s > request.deadline):
             return found
@@ -127,14 +127,17 @@ def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Place
     )
 
 
-def _placement(request: PlacementRequest, formulation: Formulation, solution: Solution) -> Placement:
+def placement_of(
+    request: PlacementRequest, formulation: Formulation, solution: Solution, bound_s: float, proof: str
+) -> Placement:
+    """The placement that a solution says, with a bound of what it is a placement for."""
     choice = formulation.settle(solution.choice)
     cost_s = formulation.cost(choice)
     return Placement(
         plan_of(request, formulation, choice),
         cost_s,
-        min(cost_s, solution.bound - formulation.slack),
-        solution.proof,
+        min(cost_s, bound_s),
+        proof,
         _space(request, formulation),
         None,
         request,

@@ -181,7 +181,7 @@ def test_a_search_without_an_answer_says_that_time_was_over() -> None:
         settled(replace(found, seconds=3.0), config, load_hardware("a100-80gb", 4))
     what, why, hint = str(caught.value).splitlines()
     assert what == "no plan for 4 ranks was found before the time limit of 0 s ended the search, after 3 s"
-    assert why.startswith("  why:   x=4") and "0.00 GB are allowed" in why
+    assert "x=4" in why and "1e-09 GB are allowed" in why
     assert hint == "  try:   a longer time_limit_s, or less to search: mesh, num_stages or schedule given"
 
 

@@ -22,7 +22,7 @@ from shardwright.runtime.errors import UsageError
 from shardwright.runtime.gradients import TrainedModel
 from shardwright.runtime.gradnorm import global_norm, norm_dtype, unscale
 from shardwright.runtime.reducer import Reducer, ReducerHook
-from shardwright.runtime.user_optimizer import ELEMENTWISE, check_kind, group_alike, kind_of, made_of, updated_names
+from shardwright.runtime.user_optimizer import ELEMENTWISE, check_kind, kind_of, made_again, made_of, updated_names
 from shardwright.runtime.zero.build import shards_of
 from shardwright.runtime.zero.exchange import WholeParameters, whole_parameters
 from shardwright.runtime.zero.gathering import ParameterGathering
@@ -298,10 +298,10 @@ def build_optimizer(
         **{whole.name: whole.tensor for whole in exchange.members},
     }
     exchange.take_values()
-    if made is None or shards or exchange.members:
+    if made is None:
         optimizer = made_of(optimizer_fn, parameters, tensors, param_groups, kwargs)
-        if made is not None:
-            group_alike(optimizer, tensors, made, parameters)
+    elif shards or exchange.members:
+        optimizer = made_again(made, optimizer_fn, parameters, tensors, param_groups, kwargs)
     else:
         optimizer = made
     exchange.release()

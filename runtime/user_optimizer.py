@@ -47,27 +47,38 @@ def made_of(
     return optimizer
 
 
-def group_alike(
-    optimizer: Optimizer, tensors: Mapping[str, nn.Parameter], made: Optimizer, parameters: Mapping[str, nn.Parameter]
-) -> None:
-    """Give ``optimizer`` the groups and options of ``made``, which the same function has made of the parameters themselves: it
-    may have looked at their shapes, and ``tensors`` have others.
+def made_again(
+    made: Optimizer,
+    optimizer_fn: Callable[..., Optimizer],
+    parameters: Mapping[str, nn.Parameter],
+    tensors: Mapping[str, nn.Parameter],
+    param_groups: Callable[[str, nn.Parameter], Mapping[str, Any]] | None,
+    options: Mapping[str, Any],
+) -> Optimizer:
+    """What ``optimizer_fn`` makes of ``tensors``, with the groups and options of ``made``, which it has made of the parameters
+    themselves: it may have looked at their shapes, and ``tensors`` have others.
 
-    Raises :class:`ConfigError` if it has made another number of groups.
+    Raises :class:`ConfigError` if it fails, or makes another number of groups.
     """
-    names = updated_names(made, parameters)
-    if len(optimizer.param_groups) != len(made.param_groups):
+    try:
+        optimizer = made_of(optimizer_fn, parameters, tensors, param_groups, options)
+        problem = f"{len(optimizer.param_groups)} and {len(made.param_groups)} groups"
+        is_alike = len(optimizer.param_groups) == len(made.param_groups)
+    except Exception as error:
+        problem, is_alike = f"{type(error).__name__}: {error}", False
+    if not is_alike:
         raise ConfigError(
-            "optimizer_fn makes other groups of the pieces that this rank updates than of the parameters",
-            why=f"{len(optimizer.param_groups)} and {len(made.param_groups)} of them; pieces are flat under ZeRO, "
-            "whatever the shape of the parameter",
+            "optimizer_fn makes something else of the pieces that this rank updates than of the parameters",
+            why=f"{problem}; pieces are flat under ZeRO, whatever the shape of the parameter",
             hint="pass param_groups=fn(fqn, parameter) -> options to build_optimizer, and a class as optimizer_fn",
         )
+    names = updated_names(made, parameters)
     for group, original in zip(optimizer.param_groups, made.param_groups, strict=True):
         members = [tensors[names[id(parameter)]] for parameter in original["params"]]
         if [id(tensor) for tensor in members] != [id(tensor) for tensor in group["params"]]:
             group["params"] = members
         group.update({key: value for key, value in original.items() if key != "params"})
+    return optimizer
 
 
 def _groups(

@@ -324,10 +324,20 @@ def test_a_function_that_groups_by_shape(options):
     expected = steps(model := make(), by_shape(list(model.parameters())))
     for result in run_ranks(2, on_rank):
         torch.testing.assert_close(result, expected, rtol=1e-12, atol=0)
-    text = text_of(lambda: run_ranks(2, lambda rank: build_optimizer(make(), partial(by_shape, conditional=True), config_of())))
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        (partial(by_shape, conditional=True), "1 and 2 groups"),
+        (lambda ps: torch.optim.SGD([p for p in ps if p.ndim > 1]), "ValueError: optimizer got an empty parameter list"),
+    ],
+)
+def test_a_function_that_makes_something_else_of_flat_pieces(function, problem):
+    text = text_of(lambda: run_ranks(2, lambda rank: build_optimizer(torch.nn.Linear(3, 5), function, config_of())))
     assert text.startswith(
-        "optimizer_fn makes other groups of the pieces that this rank updates than of the parameters\n"
-        "  why:   1 and 2 of them; pieces are flat under ZeRO, whatever the shape of the parameter\n"
+        "optimizer_fn makes something else of the pieces that this rank updates than of the parameters\n"
+        f"  why:   {problem}; pieces are flat under ZeRO, whatever the shape of the parameter\n"
         "  try:   pass param_groups=fn(fqn, parameter) -> options to build_optimizer, and a class as optimizer_fn"
     )
 

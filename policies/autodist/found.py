@@ -101,14 +101,16 @@ INTERRUPT = "Ctrl-C"
 class Found:
     """What a search has found so far. ``audited``: candidates that were lowered, best first; ``others``: predicted only;
     ``refused``: what was tried and why it is no candidate. ``bounds``: what was tried and is no better than others, with
-    the seconds that none of it is below. ``least``: bytes and title of the plan that needs least among those that were audited
-    and do not fit. ``searched``: what searches this is of, where there were several.
+    the seconds that none of it is below; ``untried``: the same of meshes that there was no time for. ``least``: bytes and
+    title of the plan that needs least among those that were audited and do not fit. ``searched``: what searches this is of,
+    where there were several.
     """
 
     audited: list[Candidate] = field(default_factory=list)
     others: list[Candidate] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     bounds: dict[str, float] = field(default_factory=dict)
+    untried: dict[str, float] = field(default_factory=dict)
     least: tuple[float, str] = (float("inf"), "")
     interrupted: str | None = None
     seconds: float = 0.0
@@ -132,4 +134,4 @@ class Found:
     def bound_s(self) -> float:
         """No plan of the space takes less, as far as placements have been bounded."""
         bounds = [candidate.bound_s for candidate in (*self.audited, *self.others)]
-        return min([*bounds, *self.bounds.values()], default=float("inf"))
+        return min([*bounds, *self.bounds.values(), *self.untried.values()], default=float("inf"))

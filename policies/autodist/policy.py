@@ -157,7 +157,7 @@ def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificat
     if found.searched:
         proof += f"; searched one by one: {found.searched}"
     if found.interrupted is not None:
-        proof += f"; the search ended by {found.interrupted}"
+        proof += f"; the search was ended by {found.interrupted}: meshes that it did not come to are not in the bound"
     tried = [f"{c.title}: {c.step_s * 1e3:.6g} ms, at least {c.bound_s * 1e3:.6g} ms" for c in found.tried]
     tried += [f"{title}: none of them takes less than {bound * 1e3:.6g} ms" for title, bound in found.bounds.items()]
     tried += [f"{title}: {reason}" for title, reason in found.refused.items()]

@@ -184,22 +184,33 @@ class Search:
         others that may have it.
         """
         waiting = sorted(openings, key=lambda opening: opening.bound_s)
+        hurried: list[Opening] = []  # and so tried with one wish only
         while promising := [opening for opening in waiting if opening.bound_s < self._best_s()]:
             for opening in promising:
                 if self._may_end(TRYING_SHARE):
                     self._end_by_time()
                     break
                 if opening.bound_s < self._best_s():
+                    hurries = self._hurries()
                     self._try_mesh(opening)
                     self._num_tried += 1
                     waiting.remove(opening)
+                    if hurries:
+                        hurried.append(opening)
+                        break
             self._audit_best()
+            if self.found.audited:
+                waiting, hurried = hurried + waiting, []
             has_some = self.found.audited or self.found.others
             if self.found.interrupted is not None and (has_some or self.clock.is_over):
                 break
         for opening in waiting:
             title = mesh_title(opening.num_positions, opening.free.plan.mesh, opening.pp_place)
-            self.found.refused[title] = f"every plan on it takes at least {opening.bound_s * 1e3:.6g} ms"
+            words = f"every plan on it takes at least {opening.bound_s * 1e3:.6g} ms"
+            if opening.bound_s < self._best_s():
+                self.found.untried[title] = opening.bound_s
+                words = f"there was no time to try it further; {words}"
+            self.found.refused[title] = words
 
     def _best_s(self) -> float:
         """Of a step of the best plan so far: audited, or predicted where nothing is."""

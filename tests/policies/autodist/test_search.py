@@ -49,7 +49,7 @@ def search(place: Any = by_thumb, num_ranks: int = 4, **space: Any) -> Found:
     every = {n: meshes(n) for n in divisors(num_ranks)}
     fields = {"meshes": every, "num_microbatches": 4, "schedules": ("1f1b", "zb_h1"), "audits": 3, "near": math.inf}
     fields["mixed"] = False
-    clock, least = Clock(space.pop("time_limit_s", math.inf)), space.pop("least", None)
+    clock, least = space.pop("clock", None) or Clock(space.pop("time_limit_s", math.inf)), space.pop("least", None)
     return Search(
         graph(), config, load_hardware("a100-80gb", num_ranks), Space(**fields | space), place, clock=clock, least=least
     ).run()
@@ -155,7 +155,8 @@ def test_what_is_predicted_to_take_much_longer_is_not_audited() -> None:
 
 def test_the_time_limit_ends_openings_trials_and_audits() -> None:
     found = search(time_limit_s=0.0)
-    assert found.interrupted == "the time limit of 0 s" and len(found.audited) == 1 and not found.refused
+    assert found.interrupted == "the time limit of 0 s" and len(found.audited) == 1
+    assert found.refused == {"x=4": "there was no time to try it further; every plan on it takes at least 0 ms"}
 
 
 def test_what_is_likely_to_fit_is_tried_first_where_time_is_short() -> None:
@@ -171,6 +172,20 @@ def test_what_is_likely_to_fit_is_tried_first_where_time_is_short() -> None:
     assert [wish.hurried for wish in asked] == [False, True] and asked[-1].recompute and asked[-1].memory_bytes == 1e12
     assert found.best is not None and found.best.title == "x=4, all layers computed again"
     assert found.best.plan.recompute == asked[-1].recompute and not found.others
+
+
+def test_what_there_was_no_time_for_is_said_and_bounds_the_plan() -> None:
+    clock = Clock(60.0)
+
+    def last(wish: Wish) -> Placed:
+        if len(wish.mesh.axes) == 2:
+            clock.end()
+        return replace(by_thumb(wish), bound_s=len(wish.mesh.axes) * 1e-7)
+
+    found = search(last, clock=clock, num_positions=1)
+    assert found.best is not None and found.interrupted == "the time limit of 60 s"
+    assert found.untried == {"x=4": 1e-7, "x=2 x y=2": 2e-7} and found.bound_s == 1e-7
+    assert found.refused["x=2 x y=2"] == "there was no time to try it further; every plan on it takes at least 0.0002 ms"
 
 
 def test_a_search_without_an_answer_says_that_time_was_over() -> None:

@@ -56,6 +56,9 @@ BINDS = 1e-3
 MAX_CORRECTIONS = 3
 """How often the stages of a schedule are cut again because the audit finds more memory used than the model of stages."""
 
+LATE_AUDITS = 2
+"""How many audits a search makes in any case that has no plan yet."""
+
 CORRECTION, LATE_CORRECTION = 1.05, 2.0
 """By how much of that the limit is lowered; and where time is over and nothing fits yet."""
 
@@ -470,7 +473,7 @@ class Search:
                     return
                 if self.clock.spent(longest_s) > 1.0:
                     return self._end_by_time()
-            elif late and audits and self.clock.is_over:
+            elif late and audits >= LATE_AUDITS and self.clock.is_over:
                 return self._end_by_time()
             began = self.clock.seconds
             candidate, corrections = waiting.pop(0)

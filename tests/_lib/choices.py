@@ -15,6 +15,8 @@ def random_problem(
     *,
     max_nodes: int = 8,
     max_strategies: int = 5,
+    least_nodes: int = 1,
+    least_strategies: int = 1,
     num_rows: int = 0,
     num_interval_rows: int = 0,
     forbidden: float = 0.05,
@@ -26,7 +28,7 @@ def random_problem(
     """
     rng = np.random.default_rng(seed)
     while True:
-        sizes = rng.integers(1, max_strategies + 1, rng.integers(1, max_nodes + 1))
+        sizes = rng.integers(least_strategies, max_strategies + 1, rng.integers(least_nodes, max_nodes + 1))
         if math.prod(sizes.tolist()) <= most:
             break
 

@@ -64,7 +64,9 @@ def test_a_pipeline_that_is_found_trains_like_one_device() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "vit", "unet"])
-@pytest.mark.parametrize(("num_ranks", "options"), [(4, {}), (4, {"num_microbatches": 4}), (8, {"mesh": {"dp": 2, "tp": 4}})])
+@pytest.mark.parametrize(
+    ("num_ranks", "options"), [(2, {}), (4, {}), (4, {"num_microbatches": 4}), (8, {}), (8, {"mesh": {"dp": 2, "tp": 4}})]
+)
 def test_models_train_like_one_device(name: str, num_ranks: int, options: dict[str, Any]) -> None:
     check(name, num_ranks, **options)
 

@@ -48,6 +48,15 @@ def test_ten_nodes_with_rows_equal_all_choices() -> None:
         check(random_problem(seed, max_nodes=10, num_rows=1 + seed % 2, most=600_000))
 
 
+@pytest.mark.slow
+def test_ten_nodes_of_five_strategies_each_equal_all_choices() -> None:
+    """The tables of all choices have nearly ten million entries."""
+    for seed in range(3000, 3010):
+        problem = random_problem(seed, max_nodes=10, least_nodes=10, least_strategies=5, num_rows=seed % 3, most=5**10)
+        assert [len(cost) for cost in problem.node_costs] == [5] * 10
+        check(problem)
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_repeated_blocks_equal_the_unfolded_problem(shared: bool) -> None:
     for seed in range(20):

@@ -153,6 +153,27 @@ def test_a_split_is_the_best_of_all(seed: int) -> None:
     assert dearer.bound_s == pytest.approx(min(found.bound_s, expected * 0.999), rel=1e-6)
 
 
+@pytest.mark.parametrize("num_stages", range(1, 9))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
+def test_eight_layers_on_eight_devices_are_split_best(seed: int, num_stages: int) -> None:
+    """Into as many stages as there may be, each on one, two or four devices, with what memory asks to be computed again."""
+    rng = random.Random(1000 * seed + num_stages)
+    menus = random_menus(rng, 8, [1, 2, 4] if num_stages > 1 else [8, 8], alike=rng.random() < 0.3)
+    messages, num_microbatches = Messages(rng, 8, len(menus), set()), rng.randint(1, 6)
+    in_flight = rng.choice([one_forward_one_backward, all_at_once])(num_microbatches)
+    total = sum(b.held_bytes + 2 * b.activation_bytes for b in menus[0].blocks)
+    memory = rng.choice([float("inf"), total * rng.uniform(0.3, 1.0)])
+    expected = brute_force(menus, 8, num_stages, num_microbatches, memory, in_flight, messages)
+    given = {"memory_bytes": memory, "in_flight": in_flight, "between": messages}
+    found = split_stages(menus, 8, num_stages, num_microbatches, **given)
+    if isinstance(found, NoFit):
+        assert expected == float("inf") and memory < total
+        return
+    assert isinstance(found, Split) and found.bound_s <= found.cost_s
+    assert found.cost_s == pytest.approx(expected, rel=1e-12)
+    assert cost_of(menus, found.stages, num_microbatches, messages) == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize("steps", [4, FRONTIER_STEPS])
 def test_no_split_that_fits_is_below_the_bound(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where memory binds, on frontiers of rounded points too; and often the bound is above that without a limit."""

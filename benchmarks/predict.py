@@ -9,7 +9,8 @@ recomputation. Every step trains on the same number of samples.
 
 Without ``--hardware`` the machine is calibrated first; ``--keep`` keeps its file and what was measured. All plans live in the
 same processes and take turns step by step, so that load from elsewhere meets all; the fastest round counts, as load only adds
-time. Memory is counted in a step of its own, storage by storage, and the samples count too. "Busy" leaves out waiting: what
+time. A step lasts from the first rank's start to the last one's end: a rank that shares its core may begin late. Memory is
+counted in a step of its own, storage by storage, and the samples count too. "Busy" leaves out waiting: what
 the processor spent on the busiest rank, which other jobs on the machine hardly change. ``--peaks`` measures memory only, which
 needs no calibration and no quiet machine.
 """
@@ -147,29 +148,37 @@ def run_rank(folder: Path, num_rounds: int) -> None:
         peaks.append(peak_bytes(model, config, samples))
         optimizer = shardwright.build_optimizer(model, torch.optim.Adam, config, lr=1e-4)
         steps.append((model, optimizer, samples))
-    times = np.empty((num_rounds + 2 if num_rounds else 0, len(steps), 2))
-    for row in times:
+    moments = np.empty((num_rounds + 2 if num_rounds else 0, len(steps), 3))
+    for row in moments:
         for index, step in enumerate(steps):
-            row[index] = seconds(*step)
+            row[index] = measured_step(*step)
     gathered: list[Any] = [None] * num_ranks
-    fastest = times[2:].min(axis=0, initial=np.inf)
-    dist.all_gather_object(gathered, (peaks, fastest[:, 1].tolist()))
+    dist.all_gather_object(gathered, (peaks, moments[2:]))
     if dist.get_rank() == 0:
-        busy = np.max([cpu for _, cpu in gathered], axis=0).tolist()
-        result = {"seconds": fastest[:, 0].tolist(), "busy": busy, "peaks": [found for found, _ in gathered]}
+        of_all = np.stack([found for _, found in gathered])  # rank, round, plan, (start, end, busy)
+        taken = of_all[..., 1].max(axis=0) - of_all[..., 0].min(axis=0)
+        result = {
+            "seconds": taken.min(axis=0, initial=np.inf).tolist(),
+            "busy": of_all[..., 2].min(axis=1, initial=np.inf).max(axis=0).tolist(),
+            "peaks": [found for found, _ in gathered],
+        }
         (folder / "measured.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
 
 def peak_bytes(model: Any, config: Any, samples: Sequence[dict[str, torch.Tensor]]) -> int:
-    """The most bytes that live at once in the second step."""
+    """The most bytes that live at once in a step. Of three after the first the least counts: a thread of gloo lets go of what
+    it has sent when it gets to run, and what lives longer for that is no part of the plan.
+    """
     with LiveBytes() as live:
         optimizer = shardwright.build_optimizer(model, torch.optim.Adam, config, lr=1e-4)
         live.watch([*model.parameters(), *model.buffers(), *(x for sample in samples for x in sample.values())])
-        for _ in range(2):
+        peaks = []
+        for _ in range(4):
             live.restart()
             train(model, optimizer, samples)
-        return live.peak
+            peaks.append(live.peak)
+        return min(peaks[1:])
 
 
 def train(model: Any, optimizer: Any, samples: Sequence[dict[str, torch.Tensor]]) -> None:
@@ -178,14 +187,12 @@ def train(model: Any, optimizer: Any, samples: Sequence[dict[str, torch.Tensor]]
     optimizer.zero_grad()
 
 
-def seconds(model: Any, optimizer: Any, samples: Sequence[dict[str, torch.Tensor]]) -> tuple[float, float]:
-    """One step of the slowest rank, and the time of the processor that this rank took for it."""
+def measured_step(model: Any, optimizer: Any, samples: Sequence[dict[str, torch.Tensor]]) -> tuple[float, float, float]:
+    """When one step began and ended on this rank, and the time of the processor that it took. All ranks have the same clock."""
     dist.barrier()
     start, busy = time.perf_counter(), time.process_time()
     train(model, optimizer, samples)
-    busy = time.process_time() - busy
-    dist.barrier()
-    return time.perf_counter() - start, busy
+    return start, time.perf_counter(), time.process_time() - busy
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:

@@ -1,18 +1,19 @@
 """What the cost model says of plans, against what they take: seconds of a step, and peak bytes of each rank.
 
     python benchmarks/predict.py [--ranks 2] [--rounds 12] [--hardware FILE] [--keep FOLDER]
+    python benchmarks/predict.py --profile [--ranks 2] [--rounds 12] [--hardware FILE] [--keep FOLDER]
     python benchmarks/predict.py --peaks [--ranks 2]
 
 One GPT in float32 with Adam on CPU, gloo, one thread per rank, some twenty plans for the same work: copies, ZeRO, tensor
 parallelism, data parallelism inside a unit, pipelines with several schedules, numbers of microbatches and splits,
 recomputation. Every step trains on the same number of samples.
 
-Without ``--hardware`` the machine is calibrated first; ``--keep`` keeps its file and what was measured. All plans live in the
-same processes and take turns step by step, so that load from elsewhere meets all; the fastest round counts, as load only adds
-time. A step lasts from the first rank's start to the last one's end: a rank that shares its core may begin late. Memory is
-counted in a step of its own, storage by storage, and the samples count too. "Busy" leaves out waiting: what
-the processor spent on the busiest rank, which other jobs on the machine hardly change. ``--peaks`` measures memory only, which
-needs no calibration and no quiet machine.
+Without ``--hardware`` the machine is calibrated first; ``--keep`` keeps its file and what was measured. With ``--profile``
+predictions are made of measured times of all operators, as after ``shardwright profile``. All plans live in the same processes
+and take turns step by step, so that load from elsewhere meets all; the fastest round counts, as load only adds time. A step lasts from the first rank's start to the last one's end: a rank that shares its core may begin late. Memory is
+counted in steps of its own, storage by storage, and the samples count too. "Busy" leaves out waiting: what the processor spent
+on the busiest rank, which other jobs on the machine hardly change. ``--peaks`` measures memory only, which needs no calibration
+and no quiet machine.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ import torch.distributed as dist
 from models import GPT
 
 import shardwright
+from shardwright.compiler.calibrate.profile import profile
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import PlanCost, audit
 from shardwright.compiler.cost.hardware import Hardware, load_hardware
 from shardwright.compiler.cost.live_bytes import LiveBytes
+from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.trace.api import trace
 from shardwright.policies.registry import find_policy
 
@@ -128,11 +131,21 @@ def make_model() -> GPT:
     return GPT(**SIZES)
 
 
-def predicted(case: Case, num_ranks: int, hardware: Hardware) -> PlanCost:
-    """The audit of a plan."""
-    config = case.config(num_ranks)
-    compiled = compile_graph(trace(make_model(), case.sample(num_ranks)), case.plan, config, policy_name=case.policy)
-    return audit(compiled.program, config, hardware, num_microbatches=case.num_microbatches)
+def predicted(num_ranks: int, hardware: Hardware, *, profiles: bool = False) -> list[PlanCost]:
+    """The audits of all plans. ``profiles``: with measured times of their operators."""
+    programs = []
+    for case in cases(num_ranks):
+        graph = trace(make_model(), case.sample(num_ranks))
+        programs.append(compile_graph(graph, case.plan, case.config(num_ranks), policy_name=case.policy).program)
+    times = None
+    if profiles:
+        stages = [stage for found in programs for stage in (found.programs if isinstance(found, PipelineProgram) else (found,))]
+        torch.set_num_threads(1)
+        times = profile(stages, torch.device("cpu")).times
+    return [
+        audit(found, case.config(num_ranks), hardware, times=times, num_microbatches=case.num_microbatches)
+        for case, found in zip(cases(num_ranks), programs, strict=True)
+    ]
 
 
 def run_rank(folder: Path, num_rounds: int) -> None:
@@ -249,6 +262,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, choices=(2, 4))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--hardware", help="a hardware file (default: calibrate)")
+    parser.add_argument("--profile", action="store_true", help="predict with measured times of operators")
     parser.add_argument("--peaks", action="store_true", help="memory only")
     parser.add_argument("--keep", type=Path, help="a folder for machine.json and measured.json")
     parser.add_argument("--rank-in", type=Path, help=argparse.SUPPRESS)
@@ -265,7 +279,7 @@ def main() -> None:
             command = [sys.executable, "-m", "shardwright", "calibrate", "--device", "cpu", "--out", file]
             subprocess.run([*command, "--ranks", str(arguments.ranks)], check=True, env=environment)
         hardware = load_hardware(file, arguments.ranks)
-        costs = [predicted(case, arguments.ranks, hardware) for case in cases(arguments.ranks)]
+        costs = predicted(arguments.ranks, hardware, profiles=arguments.profile)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
         command = [*torchrun, __file__, "--rank-in", folder, "--rounds", str(arguments.rounds)]
         subprocess.run(command, check=True, env=environment)

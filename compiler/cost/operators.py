@@ -193,9 +193,14 @@ def op_time(
         ConfigError: the hardware has no rate for the dtype of a product.
     """
     call = local_call(op, assignment, mesh)
-    known = times.of(call) if times is not None else None
-    found = known if known is not None else roofline(call, hardware.device, _communicates(call, assignment, mesh))
-    return found + _host(call, hardware.device) + _messages(call, assignment, mesh, hardware, ranks)
+    device = hardware.device
+    found = times.of(call) if times is not None else None
+    if found is None:
+        found = roofline(call, device, _communicates(call, assignment, mesh))
+    elif device.sharing is not None:  # it was measured with a core for itself
+        slower = device.sharing.speed(1)
+        found = OpTime(slower * found.forward_s, slower * found.backward_s)
+    return found + _host(call, device) + _messages(call, assignment, mesh, hardware, ranks)
 
 
 def _host(call: LocalCall, device: Device) -> OpTime:

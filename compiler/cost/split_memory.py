@@ -3,7 +3,8 @@
 Call *inner* what depends on an input whose gradient goes on to another rank. The first part goes through the inner
 instructions and computes the gradients of their inner operands. Where one has other operands too (a weight), the gradient that
 came in is noted for the second part. What autograd saved stays, as the second part needs the graph: all of it from the first
-instruction with a note on, on the way from the results to the inputs.
+instruction with a note on, on the way from the results to the inputs. So do the inputs, which are leaves of the graph, whether
+or not anything saved them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ class SplitMemory:
 
     def __init__(self, body: BodyMemory, inputs: Collection[str]) -> None:
         self._body = body
+        self._inputs = tuple(inputs)
         inner = set(inputs)
         self._inner: list[Node] = []
         for node in body.nodes:
@@ -37,6 +39,7 @@ class SplitMemory:
         gradients = {name: gradient for name, gradient in roots.items() if name in self._names}
         self._later = {name: gradient for name, gradient in roots.items() if name not in self._names}
         self._captured = [body.ledger.hold(storage) for _, storage in self._later.values()]
+        self._captured += [body.ledger.hold(body.values[name].storage) for name in self._inputs]
         for node in reversed(self._inner):
             incoming = [gradients.pop(name, None) for name in node.result_names]
             if all(gradient is None for gradient in incoming):

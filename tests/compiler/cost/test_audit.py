@@ -89,6 +89,18 @@ def test_measured_times_count() -> None:
     assert audit(found.program, config, HARDWARE, times=times).step_s == pytest.approx(plain.step_s + extra)
 
 
+def test_measured_times_are_those_of_a_core_for_itself() -> None:
+    found, _ = compiled("dp", 1)
+    program = found.program
+    assert isinstance(program, Program)
+    step = next(step for step in program.body if not isinstance(step, Adapt) and step.original.target == "linear")
+    call = local_call(step.original, step.assignment, program.plan.mesh)
+    times = OperatorTimes({call_key(call): OpTime(1.0, 2.0)})
+    shared = replace(HARDWARE, device=replace(HARDWARE.device, sharing=Sharing(6, 2)))
+    measured = [op_time(step.original, step.assignment, program.plan.mesh, each, times) for each in (HARDWARE, shared)]
+    assert measured == [OpTime(1.0, 2.0), OpTime(3.0, 6.0)]
+
+
 def test_recomputing_takes_another_forward() -> None:
     plain = cost_of("dp", 1)
     again = cost_of("dp", 1, recompute=("transformer.h.*",))

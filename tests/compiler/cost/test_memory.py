@@ -11,13 +11,18 @@ from memory_ranks import measured_peaks
 from plans import traced
 
 from shardwright.compiler.compile import Compiled, compile_graph
+from shardwright.compiler.cost.body_memory import BodyMemory
+from shardwright.compiler.cost.books import Books, contiguous_form
 from shardwright.compiler.cost.ledger import Ledger
 from shardwright.compiler.cost.memory import program_memory
+from shardwright.compiler.cost.optimizer_memory import ADAM
 from shardwright.compiler.cost.pipeline_memory import pipeline_memory
 from shardwright.compiler.cost.rank_memory import RankMemory
+from shardwright.compiler.cost.split_memory import SplitMemory
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.layout import Layout
 
 CASES: list[Any] = [
     ("gpt2", "dp", 1, 2, {}),
@@ -168,3 +173,38 @@ def test_dtypes_count() -> None:
     assert half.parameter_bytes * 2 == single.parameter_bytes == 4 * 64 * 64
     # Two moments, in the dtype of what is updated: the parameter, or its master in float32, which is there besides.
     assert [found.optimizer_bytes for found in (single, half, mastered)] == [8 * 64 * 64, 4 * 64 * 64, 12 * 64 * 64]
+
+
+def test_inputs_of_a_stage_live_until_its_weights_have_their_gradients() -> None:
+    """The residual is saved by nobody: it is a leaf of the graph that the second part needs, as autograd has it."""
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.second = torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            residual = self.first(x)
+            return (residual + self.second(self.norm(residual))).sum()
+
+    options = {"num_microbatches": 2, "schedule": "zb_h1", "stage_starts": ("second",)}
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, use_end2end=True, pas_config=options)
+    graph = traced(Net(), {"x": torch.zeros(32, 8)})
+    program: Any = compile_graph(graph, find_policy("pp").apply, config, policy_name="pp").program
+    assert {value.name for value, _ in program.stages[1].receives} == {"first", "norm"}
+    own, received = program.programs[1], [value for value, _ in program.stages[1].receives]
+    books = Books(own.plan.storage_mesh, config, ADAM, True)
+    ledger = books.ledger
+    sources = books.place(own.declarations, {}, [own], staged=True)
+    forms = {value.name: contiguous_form(Layout.whole(value.shape), value, books.footprints) for value in received}
+    held = {name: ledger.hold(ledger.new(form.num_bytes, "activation")) for name, form in forms.items()}
+    sources |= {name: (forms[name], storage) for name, storage in held.items()}
+    body = BodyMemory(own, books.footprints, ledger, sources, lambda name, form, storage: ledger.release(storage))
+    body.forward()
+    split = SplitMemory(body, list(held))
+    split.input_gradients(books.roots(own, body))
+    for storage in held.values():
+        ledger.release(storage)
+    assert all(ledger.is_held(storage) for storage in held.values())
+    split.weight_gradients()
+    assert not any(ledger.is_held(storage) for storage in held.values())

@@ -9,11 +9,13 @@ parallelism, data parallelism inside a unit, pipelines with several schedules, n
 recomputation. Every step trains on the same number of samples.
 
 Without ``--hardware`` the machine is calibrated first; ``--keep`` keeps its file and what was measured. With ``--profile``
-predictions are made of measured times of all operators, as after ``shardwright profile``. All plans live in the same processes
-and take turns step by step, so that load from elsewhere meets all; the fastest round counts, as load only adds time. A step lasts from the first rank's start to the last one's end: a rank that shares its core may begin late. Memory is
-counted in steps of its own, storage by storage, and the samples count too. "Busy" leaves out waiting: what the processor spent
-on the busiest rank, which other jobs on the machine hardly change. ``--peaks`` measures memory only, which needs no calibration
-and no quiet machine.
+predictions are made of measured times of all operators, as after ``shardwright profile``.
+
+All plans live in the same processes and take turns step by step, so that load from elsewhere meets all; the fastest round
+counts, as load only adds time. A step lasts from the first rank's start to the last one's end: a rank that shares its core may
+begin late. Memory is counted in steps of its own, storage by storage, and the samples count too. "Busy" leaves out waiting:
+what the processor spent on the busiest rank, which other jobs on the machine hardly change. ``--peaks`` measures memory only,
+which needs no calibration and no quiet machine.
 """
 
 from __future__ import annotations

@@ -12,14 +12,14 @@ class Effort:
     """What is measured, and for how long.
 
     ``product_sizes`` is the grid for m, n and k; its upper end is cut for dtypes in which one product of that size takes
-    longer than ``longest_product_s``. ``stream_bytes`` are sizes of tensors that are copied or added, ``message_bytes``
-    those of collectives; on a CPU each comes after ``work_s`` of work, as in a step. ``point_s`` is about the time spent on
-    one point, of which there are hundreds, ``sample_s`` that of a sample. ``measures``: whether this rank measures its device;
-    where ranks share cores, as many do as have one each, and the others wait.
+    longer than ``longest_s``. ``stream_bytes`` are sizes of tensors that are copied or added, ``message_bytes`` those of
+    collectives, nothing larger than what takes so long; on a CPU each comes after ``work_s`` of work, as in a step. ``point_s``
+    is about the time spent on one point, of which there are hundreds, ``sample_s`` that of a sample. ``measures``: whether this
+    rank measures its device; where ranks share cores, as many do as have one each, and the others wait.
     """
 
     product_sizes: tuple[int, ...]
-    longest_product_s: float
+    longest_s: float
     stream_bytes: tuple[int, ...]
     message_bytes: tuple[int, ...]
     point_s: float
@@ -31,7 +31,7 @@ class Effort:
 
 _CPU = Effort(
     product_sizes=(8, 16, 32, 128, 512, 2048),
-    longest_product_s=0.6,
+    longest_s=0.6,
     stream_bytes=tuple(2**power for power in (12, 16, 18, 20, 22, 24, 26)),
     message_bytes=tuple(2**power for power in (8, 12, 14, 16, 18, 20, 22, 24)),
     point_s=0.03,
@@ -39,7 +39,7 @@ _CPU = Effort(
 )
 _CUDA = Effort(
     product_sizes=(16, 32, 64, 256, 1024, 4096, 16384),
-    longest_product_s=0.2,
+    longest_s=0.2,
     stream_bytes=tuple(2**power for power in (16, 20, 22, 24, 26, 28, 30)),
     message_bytes=tuple(2**power for power in (8, 12, 14, 16, 18, 20, 22, 24, 26, 28)),
     point_s=0.02,

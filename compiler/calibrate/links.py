@@ -53,6 +53,8 @@ def measure_links(world: World, tiers: Sequence[tuple[str, Sequence[Groups]]], e
                     seconds = slowest(world, call, effort.point_s, work) / messages
                     point = {"tier": name, "kind": kind, "ranks": len(groups[0]), "bytes": num_bytes, "seconds": seconds}
                     points.append(point)
+                    if seconds * messages > effort.longest_s:
+                        break
     return points
 
 

@@ -44,7 +44,7 @@ def measure_products(world: World, effort: Effort) -> list[Point]:
 
 def measure_streams(world: World, effort: Effort) -> list[Point]:
     """Operators that only move memory, for tensors of several sizes; ``bytes`` counts what is read and written."""
-    points = []
+    points: list[Point] = []
     for size in effort.stream_bytes:
         x, y = (torch.ones(size // 4, device=world.device) for _ in range(2))
         streams: dict[str, tuple[int, Callable[[], Tensor]]] = {
@@ -55,6 +55,8 @@ def measure_streams(world: World, effort: Effort) -> list[Point]:
         for name, (passes, call) in streams.items():
             seconds = of_all(world, call, effort, 3)
             points.append({"stream": name, "size": size, "bytes": passes * size, "seconds": seconds})
+        if points[-1]["seconds"] > effort.longest_s:
+            break
     return points
 
 
@@ -86,7 +88,7 @@ def _feasible_sizes(world: World, dtype: torch.dtype, effort: Effort) -> tuple[i
     """The sizes whose largest product is quick enough, judged by a small one; at least two, the same on all ranks."""
     a = torch.randn(PROBE_SIZE, PROBE_SIZE, device=world.device).to(dtype)
     probe_s = of_all(world, lambda: functional.linear(a, a), effort)
-    feasible = [size for size in effort.product_sizes if probe_s * (size / PROBE_SIZE) ** 3 <= effort.longest_product_s]
+    feasible = [size for size in effort.product_sizes if probe_s * (size / PROBE_SIZE) ** 3 <= effort.longest_s]
     return effort.product_sizes[: max(len(feasible), 2)]
 
 

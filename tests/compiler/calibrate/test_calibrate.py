@@ -129,6 +129,14 @@ def test_large_products_of_slow_dtypes_are_left_out() -> None:
     assert table["float32"].m == (2, 4)
 
 
+def test_nothing_larger_is_sent_or_copied_than_what_takes_long() -> None:
+    impatient = replace(TINY, longest_s=1e-9, product_sizes=(2, 4))
+    found = run_ranks(2, lambda rank: measure(current_world(), impatient))[0]
+    assert {point["size"] for point in found["streams"]} == {TINY.stream_bytes[0]}
+    assert {point["bytes"] for point in found["links"]} == {TINY.message_bytes[0]}
+    assert {point["kind"] for point in found["links"]} == set(COLLECTIVES)
+
+
 def test_a_sample_is_many_calls_where_one_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that only calls move: each takes 10 us, the first 3 ms, and one of every hundred 1 ms more."""
     calls: list[float] = []

@@ -364,8 +364,10 @@ class Search:
                 if SIMPLE_SLACK * simple.least_s >= self._beaten_s() or self._is_late():
                     break
                 cost = self.audited(simple.plan)
-                if cost.peak_bytes <= self.space.memory_bytes and cost.step_s < self._beaten_s():
-                    title = paced_title(mesh_title(number, simple.whole.mesh, place), simple.pace) + SIMPLE
+                title = paced_title(mesh_title(number, simple.whole.mesh, place), simple.pace) + SIMPLE
+                if cost.peak_bytes > self.space.memory_bytes:
+                    self.found.least = min(self.found.least, (cost.peak_bytes, title))
+                elif cost.step_s < self._beaten_s():
                     placed = replace(opening.free, plan=simple.whole)
                     self.found.audited.insert(0, Candidate(title, simple.plan, cost.step_s, (placed,), cost=cost))
 

@@ -15,7 +15,7 @@ from shardwright.policies.autodist.placement.lean import Weight
 from shardwright.policies.autodist.space import Placed, Wish
 from shardwright.policies.autodist.words import mesh_title, paced_title
 
-MOMENTARY, HEAVY, LIGHT, STEPS = (0.05, 1.0), 1e6, 1e-3, 6
+MOMENTARY, HEAVY, LIGHT, STEPS = (0.0, 0.05, 1.0), 1e6, 1e-3, 6
 """The shares of what is momentary that are weighed; the weights of memory between which placements are made faster, and in how
 many steps.
 """

@@ -29,6 +29,7 @@ from shardwright.policies.autodist.explain import (
     Choice,
     Request,
     against,
+    binding,
     cheapest,
     explain_module,
     explain_operator,
@@ -101,7 +102,9 @@ def _explain(options: argparse.Namespace) -> int:
     console.print(f"{found.best.title}: {plan.certificate}", soft_wrap=True)
     told = False
     if options.op is not None:
-        console.print(choice_table(f"Operator {options.op}", cheapest(explain_operator(request, options.op), options.most)))
+        choices = explain_operator(request, options.op)
+        console.print(choice_table(f"Operator {options.op}", cheapest(choices, options.most)))
+        console.print(f"What binds: {binding(request, options.op, choices)}", soft_wrap=True)
         told = True
     if options.module is not None:
         console.print(choice_table(f"Module {options.module}", cheapest(explain_module(request, options.module), options.most)))

@@ -4,11 +4,16 @@ memory or faster links would buy. Every figure is that of a plan found by the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardwright.compiler.cost.hardware import Hardware, Link, Tier
+from shardwright.compiler.cost.memory import program_memory
 from shardwright.compiler.cost.operator_file import load_times
+from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ops.strategy import strategies
+from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.check import ops_of, suggestion
@@ -17,7 +22,8 @@ from shardwright.policies.autodist.candidates import ROLES, role_of
 from shardwright.policies.autodist.degrees import forbidden
 from shardwright.policies.autodist.found import Candidate
 from shardwright.policies.autodist.options import AutodistOptions
-from shardwright.policies.autodist.placement.place import alternatives, in_words, place
+from shardwright.policies.autodist.placement.constraints import allowed_strategies
+from shardwright.policies.autodist.placement.place import Placement, alternatives, in_words, place
 from shardwright.policies.autodist.placer import Placer
 from shardwright.policies.autodist.policy import search
 from shardwright.policies.autodist.solver.problem import Infeasible
@@ -27,6 +33,9 @@ from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
 
 GIGABYTE = 1e9
+
+TIE = 1e-9
+"""Relative: seconds that differ by less are the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +56,12 @@ class Request:
     options: AutodistOptions
     hardware: Hardware
     best: Candidate
+
+    @property
+    def memory_limit_bytes(self) -> float:
+        """Of a device."""
+        limit_gb = self.options.memory_limit_gb
+        return self.hardware.device.memory_bytes if limit_gb is None else limit_gb * GIGABYTE
 
     @property
     def positions(self) -> int:
@@ -70,14 +85,53 @@ def explain_operator(request: Request, name: str) -> list[Choice]:
     Raises:
         PlanError: the model has no such operator.
     """
+    found = _fastest(request, name)
+    every, planned = alternatives(found, name), _planned(request, name)
+    chosen = planned if planned in every else in_words(found.plan.strategies.get(name, {}))
+    return [Choice(words, seconds, words == chosen) for words, seconds in every.items()]
+
+
+def binding(request: Request, name: str, choices: Sequence[Choice]) -> str:
+    """What keeps an operator from its fastest choice, of those of :func:`explain_operator`, in words: constraints, the memory,
+    or nothing.
+    """
+    found, planned = _fastest(request, name), _planned(request, name)
+    only = allowed_strategies(found.request.graph, found.request.constraints, found.request.mesh).get(name, {})
+    words = [f"constraints: {_left(ops_of(request.graph)[name], left)} along {axis}" for axis, left in only.items()]
+    fastest, seconds = choices[0], {choice.name: choice.step_s for choice in choices}
+    if seconds.get(planned, math.inf) > fastest.step_s * (1 + TIE):
+        optimizer = request.options.optimizer_memory
+        needed = program_memory(lower(request.graph, found.plan), request.config, optimizer).peak_bytes
+        limit = request.memory_limit_bytes
+        if not request.best.plan.stages and needed > limit:
+            why = f"the memory: the fastest placement takes {needed / 2**30:.3g} GiB, and {limit / 2**30:.3g} GiB are allowed"
+        else:
+            why = "the plan as a whole, which is not the fastest placement of one microbatch after the other"
+        words.append(f"{why}; it has {planned}, and the fastest {fastest.name}")
+    return "; ".join(words) or "nothing: no other choice is faster on this mesh"
+
+
+def _left(op: IROp, left: Collection[str]) -> str:
+    """What constraints leave an operator, or what they take, whichever is shorter."""
+    assert op.rule is not None
+    taken = [strategy for strategy in strategies(op.rule) if strategy not in left]
+    return f"only {', '.join(sorted(left))}" if len(left) <= len(taken) else f"not {', '.join(taken)}"
+
+
+def _fastest(request: Request, name: str) -> Placement:
+    """The placement for speed alone, on the mesh of an operator. Raises :class:`PlanError` if there is none of that name."""
     ops = ops_of(request.graph)
     if name not in ops:
         raise PlanError(f"the model has no operator {name!r}", hint=suggestion(name, ops))
-    placer = _placer(request)
-    found = place(placer.request(request.wish(name)))
+    found = place(_placer(request).request(request.wish(name)))
     assert not isinstance(found, Infeasible), "the plan itself is a placement"
-    chosen = in_words(found.plan.strategies.get(name, {}))
-    return [Choice(words, seconds, words == chosen) for words, seconds in alternatives(found, name).items()]
+    return found
+
+
+def _planned(request: Request, name: str) -> str:
+    """What the plan does with an operator, in words."""
+    assignment = request.best.plan.strategies.get(name, {})
+    return in_words({axis: assignment[axis] for axis in request.mesh(name).names if assignment.get(axis, "R") != "R"})
 
 
 def explain_module(request: Request, path: str) -> list[Choice]:

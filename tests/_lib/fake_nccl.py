@@ -28,7 +28,7 @@ from torch import Tensor
 
 BACKEND = "nccl_stand_in"
 
-TIMEOUT = timedelta(seconds=120)
+TIMEOUT = timedelta(minutes=10)
 """How long a call waits for the other ranks."""
 
 _floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

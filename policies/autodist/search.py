@@ -149,9 +149,10 @@ class Search:
         """One plan that fits, where there is none yet, from what is known."""
         self._audit_best(most=1)
         for opening in sorted(openings, key=lambda opening: opening.bound_s):
-            if self.found.best is None:
-                self._try_mesh(opening)
-                self._audit_best(most=1)
+            for likely in (opening, replace(opening, binds=True)):  # as it is, and then what is most likely to fit
+                if self.found.best is None:
+                    self._try_mesh(likely)
+                    self._audit_best(most=1)
 
     def _open(self, left: Iterator[Opening], share: float, openings: list[Opening]) -> bool:
         """Place the model on further meshes until a share of the time limit is over; whether none are left."""

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.compiler.compile import compile_graph
@@ -28,7 +29,7 @@ M, K, N = 64, 96, 128
 
 
 class Net(nn.Module):
-    """Two layers. The second: a product, a scale, an activation and a sum."""
+    """Two layers. The second: a product, a norm, an activation and a sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +37,7 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.ones(N))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(self.second(self.first(x)) * self.scale).sum()
+        return torch.sigmoid(F.layer_norm(self.second(self.first(x)), (N,), self.scale)).sum()
 
 
 def parts(hardware: Hardware, schedule: str = "zb_h1") -> tuple[PipelineProgram, list[StageTimes]]:
@@ -61,10 +62,11 @@ def test_weights_of_products_take_what_their_product_takes() -> None:
     _, (first, second) = parts(HARDWARE)
     product_s = 2 * M * K * N / FLOPS
     scaled, scale = 4 * M * N, 4 * N
-    scaling_s = (scaled + scaled + scale) / BYTES  # either part: the gradient that came in and one factor make another gradient
-    assert second.weight_gradient_s == pytest.approx(product_s + scaling_s + added_s(N * K + N), rel=1e-9)
+    # Of the norm both parts read what came in and what was scaled; one reads the scale and makes all of a gradient, one a scale's.
+    norm_s, scale_s = (3 * scaled + scale) / BYTES, (2 * scaled + scale) / BYTES
+    assert second.weight_gradient_s == pytest.approx(product_s + scale_s + added_s(N * K + N), rel=1e-9)
     total_s, sigmoid_s = (scaled + 4) / BYTES, 3 * scaled / BYTES
-    assert second.input_gradient_s == pytest.approx(total_s + sigmoid_s + scaling_s + product_s, rel=1e-9)
+    assert second.input_gradient_s == pytest.approx(total_s + sigmoid_s + norm_s + product_s, rel=1e-9)
     # Nobody waits for the gradients of the first stage's inputs: it has but one part.
     assert first.input_gradient_s == 0.0
     assert first.weight_gradient_s == first.of(ActionKind.BACKWARD) > 2 * M * K * K / FLOPS
@@ -76,7 +78,7 @@ def test_a_backward_that_is_not_split_takes_no_more_than_its_parts() -> None:
     for two, one in zip(split, whole, strict=True):
         assert two.of(ActionKind.BACKWARD) == one.of(ActionKind.BACKWARD)
         assert two.input_gradient_s + two.weight_gradient_s >= one.of(ActionKind.BACKWARD)
-    # The product and the scale run again for their weights: the host has two operators more.
+    # The product and the norm run again for their weights: the host has two operators more.
     again = split[1].input_gradient_s + split[1].weight_gradient_s - whole[1].of(ActionKind.BACKWARD)
     assert again > 2 * HOSTED.device.host_s[1]
 

@@ -62,7 +62,7 @@ def test_weights_of_products_take_what_their_product_takes() -> None:
     _, (first, second) = parts(HARDWARE)
     product_s = 2 * M * K * N / FLOPS
     scaled, scale = 4 * M * N, 4 * N
-    # Of the norm both parts read what came in and what was scaled; one reads the scale and makes all of a gradient, one a scale's.
+    # Of the norm both parts read what came in and what was scaled; one reads the scale too and makes a whole gradient.
     norm_s, scale_s = (3 * scaled + scale) / BYTES, (2 * scaled + scale) / BYTES
     assert second.weight_gradient_s == pytest.approx(product_s + scale_s + added_s(N * K + N), rel=1e-9)
     total_s, sigmoid_s = (scaled + 4) / BYTES, 3 * scaled / BYTES

@@ -360,7 +360,8 @@ class Search:
                 return
             number, place = opening.num_positions, opening.pp_place
             setting = self._setting(position_ranks(opening.mesh, number, place)[0])
-            found = simple_plans(self.graph, opening.mesh, self._paces(number), number, place, self.space, setting)
+            paces = [*self._paces(number), *self._left_out(number)]
+            found = simple_plans(self.graph, opening.mesh, paces, number, place, self.space, setting)
             for simple in sorted(found, key=lambda simple: simple.least_s):
                 if SIMPLE_SLACK * simple.least_s >= self._beaten_s() or self._is_late():
                     break
@@ -371,6 +372,11 @@ class Search:
                 elif cost.step_s < self._beaten_s():
                     placed = replace(opening.free, plan=simple.whole)
                     self.found.audited.insert(0, Candidate(title, simple.plan, cost.step_s, (placed,), cost=cost))
+
+    def _left_out(self, num_positions: int) -> Sequence[Pace]:
+        """What policies run and a search of several schedules leaves out: it holds more than 1F1B and seldom takes less."""
+        several = num_positions > 1 and len(self.space.schedules) > 1 and self.space.chunks in (None, 1)
+        return [Pace("gpipe", 1)] if several else []
 
     def _beaten_s(self) -> float:
         """Of a step of the best plan that was audited, here or in another search."""

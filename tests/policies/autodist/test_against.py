@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -88,11 +88,11 @@ def graph_of(name: str) -> PlannableGraph:
     return annotate(trace(model, inputs), pass_manager())
 
 
-def shapes(num_ranks: int) -> dict[str, tuple[str, dict[str, Any]]]:
+def shapes(num_ranks: int, schedules: Sequence[str] = ("1f1b", "zb_h1")) -> dict[str, tuple[str, dict[str, Any]]]:
     """The plans to beat, by name: a policy and its options."""
     found: dict[str, tuple[str, dict[str, Any]]] = {"tp": ("tp", {}), "data": ("data", {})}
     sizes = [size for size in (1, 2, 4, 8) if size <= num_ranks]
-    for schedule in ("1f1b", "zb_h1"):
+    for schedule in schedules:
         options = {"num_microbatches": NUM_MICROBATCHES, "schedule": schedule}
         found[f"pp {schedule}"] = ("pp", options | {"num_stages": num_ranks})
         for stages, tp in itertools.product(sizes[1:], sizes):
@@ -171,7 +171,7 @@ def test_no_simple_policy_is_better_on_any_machine_or_in_less_memory(seed: int) 
         return replace(config_of(num_ranks, num_units, **options), use_zero=zero)
 
     costs = {}
-    for title, (policy, options) in shapes(num_ranks).items():
+    for title, (policy, options) in shapes(num_ranks, ("1f1b", "gpipe", "zb_h1", "zb_v")).items():
         own = options | ({"num_microbatches": count} if "num_microbatches" in options else {})
         with contextlib.suppress(PlanError):
             costs[title] = cost_of(graph, policy, config(**own), hardware, count)

@@ -61,6 +61,7 @@ class Attempt:
 class Candidate:
     """A plan and what it costs. ``placed``: of its stages, by position of the first; without a pipeline of the model.
     ``predicted_s``: by the model of stages; ``cost``: audited. ``used_bytes``: of the fullest rank, by that model.
+    ``is_simple``: whether the plan is a simple policy's.
     """
 
     title: str
@@ -71,6 +72,7 @@ class Candidate:
     cost: PlanCost | None = None
     used_bytes: float = 0.0
     attempt: Attempt | None = field(default=None, repr=False, compare=False)
+    is_simple: bool = False
 
     @property
     def is_mixed(self) -> bool:

@@ -148,7 +148,7 @@ def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificat
         assert best.attempt is not None
         proof = "the placements offered were chosen before the stages; with them the bound holds for every split between blocks"
         space = f"{best.title}; {len(best.attempt.offers)} placements offered to every stage"
-    elif best.attempt is None:
+    elif best.is_simple:
         proof += "; the bound is of other placements: the plan is a simple policy's, which the search has not bettered"
     elif best.plan.stages:
         proof += "; the placement was chosen before the stages, of which the bound holds for every split between blocks"

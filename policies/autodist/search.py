@@ -371,7 +371,9 @@ class Search:
                     self.found.least = min(self.found.least, (cost.peak_bytes, title))
                 elif cost.step_s < self._beaten_s():
                     placed = replace(opening.free, plan=simple.whole)
-                    self.found.audited.insert(0, Candidate(title, simple.plan, cost.step_s, (placed,), cost=cost))
+                    self.found.audited.insert(
+                        0, Candidate(title, simple.plan, cost.step_s, (placed,), cost=cost, is_simple=True)
+                    )
 
     def _left_out(self, num_positions: int) -> Sequence[Pace]:
         """What policies run and a search of several schedules leaves out: it holds more than 1F1B and seldom takes less."""

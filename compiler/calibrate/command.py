@@ -70,7 +70,7 @@ def show(console: Console, hardware: Hardware) -> None:
         grid = f"{measured.m[0]} .. {measured.m[-1]}" if isinstance(measured, EfficiencyTable) else ""
         table.add_row(f"products, {dtype}", f"{flops_per_s / 1e9:.4g} Gflop/s", grid, _percent(errors[f"products.{dtype}"]))
     table.add_row("memory", f"{device.bytes_per_s / 1e9:.4g} GB/s", "", _percent(errors["streams"]))
-    table.add_row("least time of an operator", f"{device.launch_s * 1e6:.3g} us", "", _percent(errors["launches"]))
+    table.add_row("least time of an operator", f"{device.launch_s * 1e6:.3g} µs", "", _percent(errors["launches"]))
     console.print(table)
     if device.sharing is not None:
         ranks, cores = device.sharing.num_ranks, device.sharing.num_cores
@@ -82,7 +82,7 @@ def show(console: Console, hardware: Hardware) -> None:
     for tier in hardware.tiers:
         for kind, link in tier.kinds.items():
             rate = f"{link.bytes_per_s / 1e9:.4g} GB/s"
-            links.add_row(tier.name, kind, f"{link.latency_s * 1e6:.3g} us", rate, _percent(errors[f"{tier.name}.{kind}"]))
+            links.add_row(tier.name, kind, f"{link.latency_s * 1e6:.3g} µs", rate, _percent(errors[f"{tier.name}.{kind}"]))
     if links.row_count:
         console.print(links)
 

@@ -13,6 +13,14 @@ from plans import zoo_graph
 
 from shardwright.compiler.verification.verify import verify
 from shardwright.policies.autodist.candidates import stage_sizes
+from shardwright.policies.autodist.explain import (
+    Request,
+    against,
+    explain_module,
+    explain_operator,
+    levers,
+    side_by_side,
+)
 from shardwright.policies.autodist.found import Found
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.policy import apply, search, settled
@@ -67,6 +75,30 @@ def test_stages_that_differ_train_like_one_device(name: str, num_ranks: int, rat
         entry.build(), entry.inputs(), "saved", config_of(num_ranks, load_plan=str(tmp_path / "plan.json")), steps=2
     )
     assert report.ok, str(report)
+
+
+@pytest.mark.slow
+def test_plans_whose_stages_differ_are_explained() -> None:
+    """By the mesh of the stage that an operator is in; with the stages free to differ in what would help."""
+    found = found_for("gpt2", 5, 1e7)
+    assert found.best is not None
+    options = AutodistOptions(num_microbatches=8, schedule="1f1b", time_limit_s=1e3)
+    asked = Request(zoo_graph("gpt2"), config_of(5), options, slow_machine(5, bytes_per_s=1e7), found.best)
+    head = explain_operator(asked, "lm_head")
+    assert {"tp=split:n", "tp=split:k", "tp=G", "R"} < {choice.name for choice in head}
+    assert [choice.name for choice in head if choice.chosen] == ["tp=split:n"] and head[0].chosen
+    first = next(op.name for op in asked.graph.ops if op.module_path.startswith("transformer.h.0"))
+    assert [(choice.name, choice.chosen) for choice in explain_operator(asked, first)] == [("R", True)]
+    module = explain_module(asked, "lm_head")
+    assert module[0].name == "as planned" and "tp splits vocab" in [choice.name for choice in module]
+    levers_s = {choice.name: choice.step_s for choice in levers(asked)}
+    assert levers_s["the plan"] == pytest.approx(found.best.step_s, rel=1e-9)
+    assert levers_s["one more gigabyte of memory"] <= levers_s["the plan"]
+    assert levers_s["links of twice the rate"] < levers_s["the plan"]
+    for sizes in ({"tp": 5}, {"pp": 5}):
+        other = against(asked, sizes)
+        assert other.step_s > found.best.step_s
+        assert side_by_side(found.best, other)[0] == ("step", found.best.step_s, other.step_s)
 
 
 def test_numbers_of_ranks_of_a_stage() -> None:

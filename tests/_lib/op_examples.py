@@ -219,12 +219,12 @@ def tables() -> list[Call]:
     return [
         (F.embedding, (IDS, _randn(7, 6))),
         (F.embedding, (IDS, _randn(8, 6)), {"padding_idx": 3}),
-        (F.embedding, (IDS, _randn(7, 6)), {"padding_idx": -1}),
         (F.embedding, (IDS, _randn(8, 6)), {"scale_grad_by_freq": True}),
         (F.embedding_bag, (IDS, _randn(8, 6))),
         (F.embedding_bag, (IDS, _randn(8, 6)), {"mode": "sum", "per_sample_weights": _randn(4, 5)}),
         (F.embedding_bag, (IDS, _randn(8, 6)), {"mode": "max"}),
         (F.one_hot, (IDS, 8)),
+        (F.embedding, (IDS, _randn(7, 6)), {"padding_idx": -1}),
     ]
 
 

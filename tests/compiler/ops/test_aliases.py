@@ -98,7 +98,7 @@ OWN_ARGUMENTS: dict[Any, tuple[Any, ...]] = {
 
 def aliases() -> list[Any]:
     registry.load_tables()
-    tables = [f"shardwright.compiler.ops.tables.{name}" for name in ("shape", "indexing", "cast")]
+    tables = [f"shardwright.compiler.ops.tables.{name}" for name in ("shape", "joining", "positions", "indexing", "cast")]
     names = {name for name, opdef in registry.OPS.items() if opdef.rule.__module__ in tables}
     names |= {"alias", "clone", "contiguous", "detach"}  # their rule is that of linear pointwise operators
     assert names == SAMPLES.keys()

@@ -1,8 +1,9 @@
-"""What a candidate costs by the program that is really emitted, and which candidates are one program."""
+"""What candidates cost by the program that is really emitted, which are audited, and which are one program."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shardwright.compiler.cost.audit import audit
@@ -16,10 +17,22 @@ from shardwright.compiler.passes.lower_stages import lower_stages
 from shardwright.compiler.passes.recompute import mark_recompute
 from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.plan.plan import Plan
+from shardwright.policies.autodist.bench import Bench
 from shardwright.policies.autodist.candidates import renamed
 from shardwright.policies.autodist.found import Candidate
+from shardwright.policies.autodist.stages.split import NoGain
+from shardwright.policies.autodist.words import too_large
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Mesh
+
+MAX_CORRECTIONS = 3
+"""How often the stages of a schedule are cut again because the audit finds more memory used than the model of stages."""
+
+LATE_AUDITS = 2
+"""How many audits a search makes in any case that has no plan yet."""
+
+CORRECTION, LATE_CORRECTION = 1.05, 2.0
+"""By how much of that the limit is lowered; and where time is over and nothing fits yet."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +57,87 @@ class Auditor:
             lower(graph, plan), self.config, self.hardware,
             optimizer=self.optimizer, times=self.times, num_microbatches=self.num_microbatches,
         )  # fmt: skip
+
+
+class Audits:
+    """Audits of the candidates of a search. ``sure``: candidates that were placed to fit, where time is short."""
+
+    def __init__(self, bench: Bench, audited: Callable[[Plan], PlanCost]) -> None:
+        self.bench, self.audited = bench, audited
+        self.found, self.clock, self.space, self.cutter = bench.found, bench.clock, bench.space, bench.cutter
+        self.sure: list[Candidate] = []
+        self._seen: list[Candidate] = []  # what was audited
+
+    def best(self, most: int | None = None) -> None:
+        """Lower and audit the most promising candidates; what does not fit is cut again for less memory, or refused. What is
+        the same as another with its axes in another order stays as it is predicted.
+        """
+        waiting = [(candidate, 0) for candidate in self.found.others]
+        if not self.found.audited and self.sure:
+            waiting.append((self.sure.pop(), 0))
+        wanted = self.space.audits if most is None else most
+        same: list[Candidate] = []
+        audits, longest_s = 0, 0.0
+        while waiting and (audits < wanted or not self.found.audited):
+            late = not self.found.audited and self.clock.spent() > 1.0  # then what is most likely to fit is the answer
+            waiting.sort(key=lambda item: _by_fit(item[0]) if late else (True, item[0].predicted_s))
+            if waiting[0][0].predicted_s > self.space.worth_s:
+                return
+            if self.found.audited:
+                if waiting[0][0].predicted_s > self.space.near * self.bench.best_s():
+                    return
+                if self.clock.spent(longest_s) > 1.0:
+                    return self.bench.end_by_time()
+            elif late and audits >= LATE_AUDITS and self.clock.is_over:
+                return self.bench.end_by_time()
+            began = self.clock.seconds
+            candidate, corrections = waiting.pop(0)
+            if any(is_same(candidate, other) for other in self._seen):
+                same.append(candidate)
+                continue
+            self._seen.append(candidate)
+            audits += 1
+            cost = self.audit(candidate)
+            if cost.peak_bytes > self.space.memory_bytes:
+                mended = self._mended(candidate, cost.peak_bytes) if corrections < MAX_CORRECTIONS else None
+                if mended is not None:
+                    self.found.refused.pop(candidate.title, None)
+                    waiting.append((mended, corrections + 1))
+            self.found.others = [*same, *(candidate for candidate, _ in waiting)]
+            longest_s = max(longest_s, self.clock.seconds - began)
+
+    def audit(self, candidate: Candidate) -> PlanCost:
+        """The cost of a candidate, which is noted among those that were audited, or refused."""
+        cost = self.audited(candidate.plan)
+        if cost.peak_bytes <= self.space.memory_bytes:
+            self.found.refused.pop(candidate.title, None)
+            self.found.audited.append(replace(candidate, cost=cost))
+            self.found.audited.sort(key=lambda candidate: candidate.step_s)
+        else:
+            self.found.refused[candidate.title] = too_large(cost.peak_bytes, self.space.memory_bytes)
+            self.found.least = min(self.found.least, (cost.peak_bytes, candidate.title))
+        return cost
+
+    def _mended(self, candidate: Candidate, peak_bytes: float) -> Candidate | None:
+        """The candidate cut again, for as much less memory as it took too much; None if that leaves nothing else. Where time is
+        over, for less than that, so that it is the last time.
+        """
+        attempt = candidate.attempt
+        if attempt is None:
+            return None
+        over = peak_bytes - self.space.memory_bytes
+        for by in (LATE_CORRECTION, CORRECTION) if self.clock.spent() > 1.0 else (CORRECTION,):
+            found = self.cutter.cut(attempt, candidate.used_bytes - by * over)
+            if isinstance(found, NoGain):
+                self.found.bounds[attempt.title] = found.bound_s
+            elif isinstance(found, Candidate) and found.plan != candidate.plan:
+                return found
+        return None
+
+
+def _by_fit(candidate: Candidate) -> tuple[bool, float]:
+    """What is placed to fit first, then what takes least memory."""
+    return candidate.attempt is not None, candidate.used_bytes
 
 
 def is_same(candidate: Candidate, other: Candidate) -> bool:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.autodist.candidates import Pace, position_ranks
-from shardwright.policies.autodist.clock import Clock
-from shardwright.policies.autodist.cutting import Cutter
-from shardwright.policies.autodist.found import Attempt, Candidate, Found, Offer, Opening
+from shardwright.policies.autodist.auditing import Audits
+from shardwright.policies.autodist.bench import Bench
+from shardwright.policies.autodist.candidates import position_ranks
+from shardwright.policies.autodist.found import Attempt, Opening
 from shardwright.policies.autodist.placement.lean import Weight
-from shardwright.policies.autodist.space import Placed, Wish
+from shardwright.policies.autodist.space import Wish
 from shardwright.policies.autodist.words import mesh_title, paced_title
 
 MOMENTARY, HEAVY, LIGHT, STEPS = (0.0, 0.05, 1.0), 1e6, 1e-3, 6
@@ -23,26 +23,17 @@ many steps.
 
 @dataclass(frozen=True)
 class Sparing:
-    """Tries placements that spare memory, all of whose candidates are audited: what does not fit by the model of stages may.
+    """Tries placements that spare memory, all of whose candidates are audited: what does not fit by the model of stages may."""
 
-    ``place``: a wish, for a mesh of that title; ``offer``: a placement lowered on some ranks; ``paces``: the schedules of a
-    number of positions; ``audit``: a candidate, noted in ``found``.
-    """
-
-    found: Found
-    clock: Clock
-    cutter: Cutter
-    place: Callable[[Wish, str], Placed | None]
-    offer: Callable[[Placed, tuple[int, ...]], Offer]
-    paces: Callable[[int], Sequence[Pace]]
-    audit: Callable[[Candidate], object]
+    bench: Bench
+    audits: Audits
     _known: list[tuple[Plan, bool]] = field(default_factory=list)
 
     def run(self, openings: Sequence[Opening]) -> bool:
         """Whether there was time for all of it, or nothing more to find out."""
         for opening in sorted(openings, key=lambda opening: opening.num_positions):
             for wish, share in itertools.product(reversed(opening.others), MOMENTARY):
-                if self.clock.is_over or (self.found.least[1] and self.clock.spent() > 1.0):
+                if self.bench.clock.is_over or (self.bench.found.least[1] and self.bench.clock.spent() > 1.0):
                     return False
                 if self._fits(opening, wish, Weight(HEAVY, share)):
                     return self._lighten(opening, wish, share)
@@ -52,7 +43,7 @@ class Sparing:
         """The lightest weight of memory that something fits with still, nearer and nearer; whether there was time."""
         light, heavy = LIGHT, HEAVY
         for _ in range(STEPS):
-            if self.clock.spent() > 1.0:
+            if self.bench.clock.spent() > 1.0:
                 return False
             weight = (light * heavy) ** 0.5
             fits = self._fits(opening, wish, Weight(weight, share))
@@ -62,18 +53,18 @@ class Sparing:
     def _fits(self, opening: Opening, wish: Wish, weight: Weight) -> bool:
         """Audit what a placement for this weight of memory gives; whether something fits."""
         number, at = opening.num_positions, opening.pp_place
-        placed = self.place(replace(wish, lean=weight), mesh_title(number, opening.mesh, at))
+        placed = self.bench.placed(replace(wish, lean=weight), mesh_title(number, opening.mesh, at))
         if placed is None:
             return False
         for plan, fits in self._known:
             if plan == placed.plan:
                 return fits
         placed = replace(placed, bound_s=opening.free.bound_s, proof=opening.free.proof)
-        offer = self.offer(placed, position_ranks(opening.mesh, number, at)[0])
-        title, before = mesh_title(number, placed.plan.mesh, at), len(self.found.audited)
-        for pace in self.paces(number)[:1]:
-            for candidate in self.cutter.saving(Attempt(paced_title(title, pace), (offer,), number, pace, at)):
-                if not self.clock.is_over:
-                    self.audit(candidate)
-        self._known.append((placed.plan, len(self.found.audited) > before))
+        offer = self.bench.offer(placed, position_ranks(opening.mesh, number, at)[0])
+        title, before = mesh_title(number, placed.plan.mesh, at), len(self.bench.found.audited)
+        for pace in self.bench.paces(number)[:1]:
+            for candidate in self.bench.cutter.saving(Attempt(paced_title(title, pace), (offer,), number, pace, at)):
+                if not self.bench.clock.is_over:
+                    self.audits.audit(candidate)
+        self._known.append((placed.plan, len(self.bench.found.audited) > before))
         return self._known[-1][1]

@@ -68,7 +68,7 @@ def test_a_search_of_poor_placements_answers_with_a_simple_plan(tight: bool) -> 
     assert found is not None and found.step_s <= min(fitting) and found.title.endswith(", as a simple policy has it")
     assert without is None or without.step_s > found.step_s
     assert found.cost is not None and found.cost.peak_bytes <= memory
-    told = certificate(all_found, found, search.hardware)
+    told = certificate(all_found, found, search.bench.hardware)
     assert told.cost_s == found.step_s >= told.bound_s
     assert "the bound is of other placements: the plan is a simple policy's, which the search has not bettered" in told.proof
 

@@ -1,0 +1,121 @@
+"""What the steps of a search share: what is asked, the time there is, what is found so far; and how candidates are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardwright.compiler.cost.hardware import Hardware
+from shardwright.compiler.cost.operators import OperatorTimes
+from shardwright.compiler.cost.optimizer_memory import OptimizerMemory
+from shardwright.compiler.passes.lower import lower
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.zero import units_of_storage
+from shardwright.policies.autodist.candidates import Pace, paces
+from shardwright.policies.autodist.clock import Clock
+from shardwright.policies.autodist.cutting import Cutter
+from shardwright.policies.autodist.found import Attempt, Candidate, Found, Offer
+from shardwright.policies.autodist.space import Placed, Placer, Space, Wish
+from shardwright.policies.autodist.stages.split import NoFit, NoGain
+from shardwright.policies.autodist.stages.walk import Setting, Walk
+from shardwright.policies.autodist.words import too_large
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import PlanError
+
+TRYING_SHARE = 0.8
+"""The share of the time limit after which nothing further is tried: the rest is for audits."""
+
+
+class Bench:
+    """One search's. ``found`` is valid at any time. ``offers``: placements for the first ranks, lowered."""
+
+    def __init__(
+        self,
+        graph: PlannableGraph,
+        config: ComputeConfig,
+        hardware: Hardware,
+        space: Space,
+        place: Placer,
+        optimizer: OptimizerMemory,
+        times: OperatorTimes | None,
+        clock: Clock,
+    ) -> None:
+        self.graph, self.config, self.hardware, self.space, self.place = graph, config, hardware, space, place
+        self.optimizer, self.times, self.clock = optimizer, times, clock
+        self.cutter = Cutter(graph, space)
+        self.offers: list[Offer] = []
+        self.found = Found()
+
+    # -------------------------------------------------------------------------------------------- time, and the best so far
+
+    def end_by_time(self) -> None:
+        """Note that time ended the search, if nothing else did."""
+        if self.found.interrupted is None:
+            self.found.interrupted = f"the time limit of {self.clock.limit_s:.0f} s"
+
+    def is_late(self) -> bool:
+        """Whether nothing further is tried; then that is noted."""
+        if self.found.interrupted is None and self.clock.spent() > TRYING_SHARE:
+            self.end_by_time()
+        return self.found.interrupted is not None
+
+    def best_s(self) -> float:
+        """Of a step of the best plan so far: audited, or predicted where nothing is."""
+        return min((c.step_s for c in self.found.audited or self.found.others), default=self.space.worth_s)
+
+    def beaten_s(self) -> float:
+        """Of a step of the best plan that was audited, here or in another search."""
+        return min(self.space.worth_s, self.found.best.step_s if self.found.best else float("inf"))
+
+    # -------------------------------------------------------------------------------------------- candidates
+
+    def may_have(self, num_positions: int) -> bool:
+        """Whether there may be so many pipeline positions."""
+        return num_positions == 1 or (self.config.use_end2end and num_positions <= len(self.graph.ops))
+
+    def paces(self, num_positions: int) -> Sequence[Pace]:
+        """The schedules of so many positions."""
+        if num_positions == 1:
+            return (Pace("", 1),)
+        space = self.space
+        return paces(num_positions, space.num_microbatches, space.schedules, space.chunks, most=len(self.graph.ops))
+
+    def placed(self, wish: Wish, title: str, *, keeps: bool = False) -> Placed | None:
+        """The placement that is wished for; None, and why it cannot be among what is refused. ``keeps``: whether it is of use
+        to the caller also where it is all that an interrupted solver had.
+        """
+        try:
+            placed = self._over_units(self.place(wish))
+            if placed.interrupted and not keeps:
+                raise KeyboardInterrupt
+            return placed
+        except PlanError as error:
+            self.found.refused[title] = f"{error.what}: {error.why}" if error.why else error.what
+            return None
+
+    def offer(self, placed: Placed, ranks: tuple[int, ...]) -> Offer:
+        """A placement lowered; if it is for the first ranks, to be offered again where stages differ."""
+        offer = Offer(placed, Walk(lower(self.graph, placed.plan), self.setting(ranks)))
+        if ranks == tuple(range(placed.plan.mesh.size)):
+            self.offers.append(offer)
+        return offer
+
+    def setting(self, ranks: tuple[int, ...]) -> Setting:
+        """What a placement on these ranks is timed for."""
+        return Setting(self.hardware, self.config, ranks, self.optimizer, self.times, self.space.num_microbatches)
+
+    def _over_units(self, placed: Placed) -> Placed:
+        """With parameters stored over the units where the config has ZeRO-3: so the program will be."""
+        return replace(placed, plan=replace(placed.plan, zero=units_of_storage(self.config)))
+
+    def tried(self, attempt: Attempt, memory_bytes: float) -> Candidate | None:
+        """The best stages for a schedule, if any fit."""
+        found = self.cutter.cut(attempt, memory_bytes)
+        if isinstance(found, NoGain):
+            self.found.bounds[attempt.title] = found.bound_s
+            return None
+        if isinstance(found, NoFit):
+            self.found.refused[attempt.title] = too_large(found.needed_bytes, self.space.memory_bytes)
+            return None
+        self.found.refused.pop(attempt.title, None)
+        return found

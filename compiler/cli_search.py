@@ -33,6 +33,7 @@ from shardwright.policies.autodist.explain import (
     cheapest,
     explain_module,
     explain_operator,
+    factor_dims,
     levers,
     side_by_side,
 )
@@ -104,6 +105,8 @@ def _explain(options: argparse.Namespace) -> int:
     if options.op is not None:
         choices = explain_operator(request, options.op)
         console.print(choice_table(f"Operator {options.op}", cheapest(choices, options.most)))
+        dims = ", ".join(f"{factor} is {dim}" for factor, dim in factor_dims(variant.graph, options.op).items())
+        console.print(f"Dims of its rule: {dims or 'none of the model'}", soft_wrap=True)
         console.print(f"What binds: {binding(request, options.op, choices)}", soft_wrap=True)
         told = True
     if options.module is not None:

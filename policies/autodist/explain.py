@@ -111,6 +111,17 @@ def binding(request: Request, name: str, choices: Sequence[Choice]) -> str:
     return "; ".join(words) or "nothing: no other choice is faster on this mesh"
 
 
+def factor_dims(graph: PlannableGraph, name: str) -> dict[str, str]:
+    """By factor of an operator's rule, as choices and pins have it, the dim of the model that it is; factors without one left
+    out.
+    """
+    assert graph.dims is not None
+    rule = ops_of(graph)[name].rule
+    assert rule is not None
+    found = {factor.name: graph.dims.of_factor(name, factor.name) for factor in rule.factors}
+    return {factor: dim.name for factor, dim in found.items() if dim is not None}
+
+
 def _left(op: IROp, left: Collection[str]) -> str:
     """What constraints leave an operator, or what they take, whichever is shorter."""
     assert op.rule is not None

@@ -118,6 +118,7 @@ def test_explain(run) -> None:  # type: ignore[no-untyped-def]
     shown = run(request)
     assert "What would help" in shown and "links of twice the rate" in shown and "memory without limit" in shown
     shown = run(f"{request} --op down --module down --against tp=2")
+    assert "Dims of its rule: " in shown and " is batch" in shown
     assert "Operator down" in shown and "Module down" in shown and "as planned" in shown
     assert "peak memory" in shown and "computing" in shown
     lines = [line for line in shown.splitlines() if line.startswith("*")]

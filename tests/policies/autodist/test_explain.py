@@ -7,7 +7,7 @@ from dataclasses import replace
 import plans
 from planning import slow_machine
 
-from shardwright.policies.autodist.explain import Request, binding, explain_operator
+from shardwright.policies.autodist.explain import Request, binding, explain_operator, factor_dims
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.policy import search
 from shardwright.runtime.config import ComputeConfig
@@ -47,3 +47,12 @@ def test_a_plan_that_is_not_the_fastest_placement() -> None:
     assert [choice.name for choice in explain_operator(small, "down") if choice.chosen] == ["dp=G"]
     large = replace(slower, options=AutodistOptions(mesh={"dp": 4}))
     assert told(large, "down").startswith("the plan as a whole, which is not the fastest placement")
+
+
+def test_factors_by_the_dims_of_the_model() -> None:
+    graph = plans.zoo_graph("mlp")
+    assert graph.dims is not None
+    dims = factor_dims(graph, "down")
+    assert "batch" in dims.values() and all(graph.dims.named(name) for name in dims.values())
+    (factor,) = [factor for factor, dim in dims.items() if dim == "batch"]
+    assert f"dp=split:{factor}" in {choice.name for choice in explain_operator(request_of(), "down")}

@@ -137,9 +137,14 @@ def test_the_best_choice_costs_what_its_program_does(name: str, mesh: str, zero:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("zero", "microbatches"), [(0, 1), (1, 2), (3, 2)])
-@pytest.mark.parametrize("mesh", ["2", "2x2"])
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize(
+    ("name", "mesh", "zero", "microbatches"),
+    [
+        *((name, "2", zero, microbatches) for name in LARGE for zero, microbatches in [(0, 1), (1, 2), (3, 2)]),
+        # (With ZeRO-3 next to no random choice of T5 is in the space of two axes.)
+        *[("gpt2", "2x2", 0, 1), ("llama", "2x2", 3, 2), ("t5", "2x2", 1, 2), ("unet", "2x2", 3, 2)],
+    ],
+)
 def test_any_choice_of_a_model_costs_what_its_program_does(name: str, mesh: str, zero: int, microbatches: int) -> None:
     graph, rng = zoo_graph(name), random.Random(f"{mesh}{zero}")
     for recompute in regions(graph, rng, 3):

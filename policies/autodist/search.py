@@ -3,7 +3,7 @@
     for every number of pipeline positions, and every mesh of the ranks of one position:
         place the whole model on that mesh for speed alone                    (placement/: every operator, exact or bounded)
     for each of them, the least bound first, as long as that is below the best plan so far:
-        place the model within the memory too, where it does not fit
+        place the model within the memory too, where it does not fit, and at the price of computing again (wishes.py)
         for every schedule: cut the chain of blocks into stages               (stages/: exact under its model of 1F1B)
                             move their begins, if it is another than 1F1B     (moving.py: as long as a simulation gets shorter)
     lower the most promising plans and audit them: adapters, messages and actions that are really emitted

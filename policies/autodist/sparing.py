@@ -32,7 +32,8 @@ class Sparing:
     def run(self, openings: Sequence[Opening]) -> bool:
         """Whether there was time for all of it, or nothing more to find out."""
         for opening in sorted(openings, key=lambda opening: opening.num_positions):
-            for wish, share in itertools.product(reversed(opening.others), MOMENTARY):
+            asked = [wish for wish in reversed(opening.others) if wish.lean is None]
+            for wish, share in itertools.product(asked, MOMENTARY):
                 if self.bench.clock.is_over or (self.bench.found.least[1] and self.bench.clock.spent() > 1.0):
                     return False
                 if self._fits(opening, wish, Weight(HEAVY, share)):

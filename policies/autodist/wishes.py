@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardwright.compiler.ir.graph import IRGraph
+from shardwright.policies.autodist.placement.lean import Weight
 from shardwright.policies.autodist.space import Space, Wish
 from shardwright.policies.autodist.stages.chain import layer_blocks, layer_list
 from shardwright.runtime.layout import Mesh
 
+AGAIN = Weight(heavy=1 / 3, momentary=0.0)
+"""The price of memory where activations are computed again: a forward, which is a third of a step, for all that is kept."""
+
 
 def wishes(graph: IRGraph, space: Space, num_positions: int, mesh: Mesh, ranks: tuple[int, ...]) -> Iterable[Wish]:
-    """The whole model for speed alone; for the memory of all positions too; and that with all layers computed again."""
+    """The whole model for speed alone; for the memory of all positions too; for time and memory, at the price that computing
+    again has; and for the memory with all layers computed again.
+    """
     given = tuple(space.recompute or ())
     yield Wish(mesh, ranks, space.num_microbatches, recompute=given)
     if space.memory_bytes < float("inf"):
@@ -22,4 +28,5 @@ def wishes(graph: IRGraph, space: Space, num_positions: int, mesh: Mesh, ranks: 
             layers = layer_blocks(graph)[1]
             every = tuple(dict.fromkeys(f"{layer_list(path)}.*" for path in layers.values()))
             if every:
+                yield Wish(mesh, ranks, space.num_microbatches, memory, in_flight, lean=AGAIN)
                 yield Wish(mesh, ranks, space.num_microbatches, memory, in_flight, every)

@@ -20,9 +20,9 @@ from shardwright.compiler.cli_request import (
     with_options,
 )
 from shardwright.compiler.cli_targets import load_model
+from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.named import split_dim_names
 from shardwright.compiler.report.page import Section, page
-from shardwright.compiler.report.pictures import amount
 from shardwright.compiler.report.plan_tables import new_table
 from shardwright.compiler.search import PlanSearch
 from shardwright.policies.autodist.explain import (

@@ -1,4 +1,6 @@
-"""Which times rest on sizes that a calibration did not measure: beyond its tables the nearest measured size counts."""
+"""Which times rest on what a calibration did not measure: beyond its tables the nearest measured size counts, and the optimizer's
+pass has the rate of memory, at any size.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.local import local_bytes
 from shardwright.compiler.cost.operators import OperatorTimes, op_time
 from shardwright.compiler.ir.value import ValueKind
+from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.pipeline import PipelineProgram
-from shardwright.compiler.plan.program import Adapt, Compute, Program
+from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Program
 from shardwright.runtime.config import ComputeConfig
 
 
@@ -36,9 +39,8 @@ def largest_message(program: Program | PipelineProgram, config: ComputeConfig) -
     bucket_bytes = DEFAULT_BUCKET_BYTES if cap is None else round(cap * 2**20)
     summed = sum(
         local_bytes(declaration.layout, declaration.value.dtype, mesh)
-        for declaration in program.declarations
-        if declaration.value.kind is ValueKind.PARAMETER and declaration.value.requires_grad and not config.inference_only
-        and (config.num_units > 1 or declaration.layout.grad_partial)
+        for declaration in _trained(program)
+        if not config.inference_only and (config.num_units > 1 or declaration.layout.grad_partial)
     )  # fmt: skip
     return max(largest, min(summed, bucket_bytes))
 
@@ -46,19 +48,31 @@ def largest_message(program: Program | PipelineProgram, config: ComputeConfig) -
 def extrapolated(
     program: Program | PipelineProgram, config: ComputeConfig, hardware: Hardware, times: OperatorTimes | None = None
 ) -> tuple[str, ...]:
-    """What lies outside the sizes that were measured on a machine: products and memory passes of operators, each once, and the
-    largest message.
+    """What lies outside the sizes that were measured on a machine: products and memory passes of operators, each once, the
+    optimizer's pass, and the largest message.
 
     Empty where nothing was measured: there everything is an assumption, which its file says. Operators with measured ``times``
     of their own do not count.
     """
     programs = program.programs if isinstance(program, PipelineProgram) else (program,)
-    return (*_outside_tables(programs, hardware, times), *_outside_links(largest_message(program, config), hardware))
+    found = _outside_tables(programs, hardware, times)
+    updates = hardware.device.has_tables and not config.inference_only and any(map(_trained, programs))
+    passes = (OPTIMIZER_PASS,) if updates else ()
+    return (*found, *passes, *_outside_links(largest_message(program, config), hardware))
+
+
+OPTIMIZER_PASS = "the optimizer's pass, whatever its size (by the rate of memory)"
+"""No calibration measures it (:func:`~shardwright.compiler.cost.operators.optimizer_s`)."""
+
+
+def _trained(program: Program) -> list[Declaration]:
+    """The parameters that are updated."""
+    return [d for d in program.declarations if d.value.kind is ValueKind.PARAMETER and d.value.requires_grad]
 
 
 def _outside_links(num_bytes: int, hardware: Hardware) -> tuple[str, ...]:
     measured = max((point.get("bytes", 0) for point in hardware.measurements.get("links", ())), default=num_bytes)
-    return (f"a message of {_megabytes(num_bytes)} (measured: {_megabytes(measured)})",) if num_bytes > measured else ()
+    return (f"a message of {amount(num_bytes, 'B')} (measured: {amount(measured, 'B')})",) if num_bytes > measured else ()
 
 
 def _outside_tables(programs: Iterable[Program], hardware: Hardware, times: OperatorTimes | None) -> tuple[str, ...]:
@@ -102,8 +116,4 @@ class _Watched(Device):
             return tuple(self.products)
         assert self.streams is not None
         most, measured = max(self.passes), self.streams.num_bytes[-1]
-        return (*self.products, f"{_megabytes(most)} read and written at once (measured: {_megabytes(measured)})")
-
-
-def _megabytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1e6:.3g} MB"
+        return (*self.products, f"{amount(most, 'B')} read and written at once (measured: {amount(measured, 'B')})")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwright.compiler.cost.rank_memory import RankMemory
+from shardwright.compiler.plan.amounts import amount
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class PlanCost:
 
     def __str__(self) -> str:
         """A few lines: the step, and each kind of rank."""
-        lines = [f"step {_seconds(self.step_s)} on {self.hardware}, peak memory {_bytes(self.peak_bytes)}"]
+        lines = [f"step {amount(self.step_s, 's')} on {self.hardware}, peak memory {amount(self.peak_bytes, 'B')}"]
         if self.bubble:
             lines[0] += f", bubble {self.bubble:.1%}"
         seen: dict[tuple[Any, ...], list[int]] = {}
@@ -114,16 +115,16 @@ class PlanCost:
         by_rank = {cost.rank: cost for cost in self.ranks}
         for ranks in seen.values():
             cost, held = by_rank[ranks[0]], memory[ranks[0]]
-            words = [f"compute {_seconds(cost.compute_s)}"]
-            words += [f"{name} {_seconds(seconds)}" for name, seconds in cost.comm_s.items() if seconds]
-            words += [f"idle {_seconds(cost.idle_s)}"] if cost.idle_s else []
+            words = [f"compute {amount(cost.compute_s, 's')}"]
+            words += [f"{name} {amount(seconds, 's')}" for name, seconds in cost.comm_s.items() if seconds]
+            words += [f"idle {amount(cost.idle_s, 's')}"] if cost.idle_s else []
             title = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {spans(ranks)}"
             lines.append(f"  {title}: {', '.join(words)}")
-            parts = ", ".join(f"{key} {_bytes(value)}" for key, value in held.by_category.items())
-            lines.append(f"    {_bytes(held.peak_bytes)} at {held.moment or 'the start'}: {parts}")
+            parts = ", ".join(f"{key} {amount(value, 'B')}" for key, value in held.by_category.items())
+            lines.append(f"    {amount(held.peak_bytes, 'B')} at {held.moment or 'the start'}: {parts}")
         if self.messages:
             longest = max(self.messages, key=lambda name: self.messages[name])
-            lines.append(f"  messages under way: {_seconds(self.messages[longest])} from {longest}, which is most")
+            lines.append(f"  messages under way: {amount(self.messages[longest], 's')} from {longest}, which is most")
         if self.extrapolated:
             lines.append(f"  {self.beyond}")
         return "\n".join(lines)
@@ -135,21 +136,6 @@ class PlanCost:
         if not first:
             return ""
         return f"beyond what was measured: {', '.join(first)}{f' and {more} more' if more > 0 else ''}"
-
-
-def _seconds(seconds: float) -> str:
-    """Three digits and a unit."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
-
-
-def _bytes(num_bytes: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}"
-    return f"{num_bytes:.0f} B"
 
 
 def spans(ranks: Sequence[int]) -> str:

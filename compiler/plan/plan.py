@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwright.compiler.ops.strategy import Assignment
+from shardwright.compiler.plan.amounts import amount
 from shardwright.runtime.layout import Layout, Mesh
 
 PLAN_FORMAT = 1
@@ -85,7 +86,7 @@ class Certificate:
         return max(0.0, (self.cost_s - self.bound_s) / self.cost_s) if self.cost_s > 0 else 0.0
 
     def __str__(self) -> str:
-        cost, bound = (f"{seconds * 1e3:.6g} ms" for seconds in (self.cost_s, self.bound_s))
+        cost, bound = (amount(seconds, "s", digits=6) for seconds in (self.cost_s, self.bound_s))
         proved = f"at least {bound} in its space (gap {self.gap:.2%}; {self.proof})"
         return f"{cost} per step on {self.hardware}, {proved}: {self.space}"
 

@@ -10,8 +10,9 @@ from jinja2 import Environment, StrictUndefined
 
 from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.plan_cost import PlanCost, spans
+from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.report.pictures import Bar, Box, amount, bars, ranks_on_machine, timeline
+from shardwright.compiler.report.pictures import Bar, Box, bars, ranks_on_machine, timeline
 from shardwright.compiler.report.plan_tables import alike_rows, in_words
 
 ROWS_SHOWN = 64

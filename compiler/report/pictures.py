@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from shardwright.compiler.plan.amounts import amount
 from shardwright.runtime.layout import Mesh
 
 PALETTE = ("#7aa6e8", "#6fbf8b", "#f2b56b", "#c79ad8", "#e58f8f", "#8fd0b4", "#b0b7c3", "#d9c25f")
@@ -156,16 +157,6 @@ def ranks_on_machine(mesh: Mesh, node_size: int, stage_of: Mapping[int, str], *,
         parts.append(f'<text x="8" y="{bottom + 20}">and {mesh.size - shown} more ranks</text>')
         bottom += 20
     return _svg(columns * box_width + 24, round(bottom + 16), parts)
-
-
-def amount(value: float, unit: str) -> str:
-    """A number a person can read: ``1.53 GiB``, ``12.4 ms``."""
-    steps = {
-        "B": ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B")),
-        "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")),
-    }[unit]
-    size, name = next((step for step in steps if abs(value) >= step[0]), steps[-1])
-    return f"{value / size:.3g} {name}"
 
 
 def _legend(colours: Mapping[str, str], width: int) -> tuple[str, int]:

@@ -15,6 +15,7 @@ from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.strategy import strategies
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.stages import stage_of_ops
+from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.check import ops_of, suggestion
 from shardwright.compiler.plan.plan import Plan
@@ -104,7 +105,7 @@ def binding(request: Request, name: str, choices: Sequence[Choice]) -> str:
         needed = program_memory(lower(request.graph, found.plan), request.config, optimizer).peak_bytes
         limit = request.memory_limit_bytes
         if not request.best.plan.stages and needed > limit:
-            why = f"the memory: the fastest placement takes {needed / 2**30:.3g} GiB, and {limit / 2**30:.3g} GiB are allowed"
+            why = f"the memory: the fastest placement takes {amount(needed, 'B')}, and {amount(limit, 'B')} are allowed"
         else:
             why = "the plan as a whole, which is not the fastest placement of one microbatch after the other"
         words.append(f"{why}; it has {planned}, and the fastest {fastest.name}")

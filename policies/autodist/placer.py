@@ -8,6 +8,7 @@ from dataclasses import replace
 from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.operators import OperatorTimes
 from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.named import split_dim_names
 from shardwright.compiler.plan.outputs import output_wishes
@@ -114,8 +115,9 @@ def _too_large(found: Infeasible, request: PlacementRequest, pricing: Pricing) -
         return found.reason
     nodes = formulate(request, pricing).nodes
     names = [_name(nodes[index]) for index in found.nodes[:3]]
+    least, limit = (amount(num_bytes, "B", digits=4) for num_bytes in (found.least_usage, request.memory_limit_bytes))
     return (
-        f"at least {found.least_usage / 1e9:.3g} GB, and {request.memory_limit_bytes / 1e9:.3g} GB are allowed; "
+        f"at least {least}, and {limit} are allowed; "
         f"most of it for {', '.join(names)}"
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from shardwright.compiler.cost.hardware import Hardware, load_hardware
 from shardwright.compiler.cost.operator_file import load_times, times_file
 from shardwright.compiler.passes.recompute import mark_recompute
+from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.certified import certified
 from shardwright.compiler.plan.plan import Certificate, Plan
@@ -24,7 +25,6 @@ from shardwright.policies.autodist.placer import Placer, Pricings
 from shardwright.policies.autodist.search import Search
 from shardwright.policies.autodist.space import Space
 from shardwright.policies.autodist.variants import Variant, Variants
-from shardwright.policies.autodist.words import gigabytes
 from shardwright.policies.partition import starts_at
 from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.saved import SavedOptions, load_plan
@@ -87,7 +87,7 @@ def settled(found: Found, config: ComputeConfig, hardware: Hardware) -> Plan:
 def _least_in_words(found: Found) -> list[str]:
     """What nothing that was tried is below."""
     num_bytes, title = found.least
-    return [f"the least of what was tried is {gigabytes(num_bytes)} on a device ({title})"] if title else []
+    return [f"the least of what was tried is {amount(num_bytes, 'B', digits=4)} on a device ({title})"] if title else []
 
 
 def search(graph: PlannableGraph, config: ComputeConfig, options: AutodistOptions, hardware: Hardware) -> Found:
@@ -158,8 +158,8 @@ def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificat
         proof += f"; searched one by one: {found.searched}"
     if found.interrupted is not None:
         proof += f"; the search was ended by {found.interrupted}: meshes that it did not come to are not in the bound"
-    tried = [f"{c.title}: {c.step_s * 1e3:.6g} ms, at least {c.bound_s * 1e3:.6g} ms" for c in found.tried]
-    tried += [f"{title}: none of them takes less than {bound * 1e3:.6g} ms" for title, bound in found.bounds.items()]
+    tried = [f"{c.title}: {amount(c.step_s, 's', digits=6)}, at least {amount(c.bound_s, 's', digits=6)}" for c in found.tried]
+    tried += [f"{title}: none of them takes less than {amount(bound, 's', digits=6)}" for title, bound in found.bounds.items()]
     tried += [f"{title}: {reason}" for title, reason in found.refused.items()]
     bound_s, sharing = min(found.bound_s, best.step_s), hardware.device.sharing
     if sharing is not None:

@@ -28,6 +28,7 @@ from dataclasses import replace
 from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.operators import OperatorTimes
 from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory
+from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.auditing import Auditor, Audits
@@ -185,7 +186,7 @@ class Search:
                 break
         for opening in waiting:
             title = mesh_title(opening.num_positions, opening.free.plan.mesh, opening.pp_place)
-            words = f"every plan on it takes at least {opening.bound_s * 1e3:.6g} ms"
+            words = f"every plan on it takes at least {amount(opening.bound_s, 's', digits=6)}"
             if opening.bound_s < self.bench.best_s():
                 self.found.untried[title] = opening.bound_s
                 words = f"there was no time to try it further; {words}"

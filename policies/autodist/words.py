@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from shardwright.compiler.plan.amounts import amount
 from shardwright.policies.autodist.candidates import Pace
 from shardwright.policies.autodist.stages.chain import Part
 from shardwright.runtime.layout import Mesh
@@ -31,12 +32,7 @@ def too_large(needed_bytes: float, limit_bytes: float) -> str:
     """Why nothing fits. ``needed_bytes``: infinite where there are fewer blocks than stages."""
     if needed_bytes == float("inf"):
         return "the model cannot be cut into so many stages"
-    return f"it needs {gigabytes(needed_bytes)} on a device, and {gigabytes(limit_bytes)} are allowed"
-
-
-def gigabytes(num_bytes: float) -> str:
-    """``17.03 GB``; of small models as many digits: ``0.0002061 GB``."""
-    return f"{num_bytes / 1e9:.4g} GB"
+    return f"it needs {amount(needed_bytes, 'B', digits=4)} on a device, and {amount(limit_bytes, 'B', digits=4)} are allowed"
 
 
 def again_in_words(chosen: Sequence[Sequence[Part]], layers: Mapping[int, str]) -> str:

@@ -16,6 +16,7 @@ from shardwright.compiler.cost.memory import program_memory
 from shardwright.compiler.cost.rank_memory import RankMemory
 from shardwright.compiler.ops.strategy import Assignment
 from shardwright.compiler.passes.lower import lower
+from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.placement.formulation import Formulation, OpNode, StoreNode
 from shardwright.policies.autodist.placement.pricing import Pricing
@@ -122,8 +123,8 @@ def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Place
     assert request.memory_limit_bytes is not None
     return Infeasible(
         False,
-        f"{memory.peak_bytes / 1e9:.3g} GB at the peak ({memory.moment}) of the best plan found, "
-        f"of {request.memory_limit_bytes / 1e9:.3g} GB",
+        f"{amount(memory.peak_bytes, 'B', digits=4)} at the peak ({memory.moment}) of the best plan found, "
+        f"of {amount(request.memory_limit_bytes, 'B', digits=4)}",
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.efficiency import BandwidthTable, EfficiencyTable
-from shardwright.compiler.cost.extrapolation import largest_message
+from shardwright.compiler.cost.extrapolation import OPTIMIZER_PASS, largest_message
 from shardwright.compiler.cost.hardware import Hardware, load_hardware
 from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.passes.lower import lower
@@ -54,19 +54,24 @@ def test_an_audit_says_what_was_not_measured() -> None:
     # up is [8, 16] x [16, 32] on each rank, down [8, 64] x [64, 16]: only the second leaves the grid, and so do its gradients
     products = [f"product {size} in float32" for size in ("8 x 16 x 64", "64 x 8 x 16", "8 x 64 x 16")]
     # the backward of down reads 512 B for each of three operands, their 6208 B, and writes their gradients
-    memory = "0.014 MB read and written at once (measured: 0.002 MB)"
-    assert cost.extrapolated == (*products, memory)
-    assert f"  beyond what was measured: {', '.join(products)} and 1 more" in str(cost)
+    memory = "14 kB read and written at once (measured: 2 kB)"
+    optimizer = "the optimizer's pass, whatever its size (by the rate of memory)"
+    assert cost.extrapolated == (*products, memory, optimizer)
+    assert f"  beyond what was measured: {', '.join(products)} and 2 more" in str(cost)
     assert PlanCost.from_json(cost.to_json()) == cost
 
 
 def test_nothing_is_said_inside_the_tables_and_without_any() -> None:
-    for hardware in (measured((8, 64), 10**9), load_hardware("cpu", 2)):
-        cost = audit(program(), CONFIG, hardware)
+    for hardware, config in ((measured((8, 64), 10**9), replace(CONFIG, inference_only=True)), (load_hardware("cpu", 2), CONFIG)):
+        cost = audit(program(), config, hardware)
         assert cost.extrapolated == () and "measured" not in str(cost)
 
 
-@pytest.mark.parametrize(("measured_bytes", "beyond"), [(1000, ("a message of 0.00205 MB (measured: 0.001 MB)",)), (2048, ())])
+def test_the_pass_of_the_optimizer_is_never_measured() -> None:
+    assert audit(program(), CONFIG, measured((8, 64), 10**9)).extrapolated == (OPTIMIZER_PASS,)
+
+
+@pytest.mark.parametrize(("measured_bytes", "beyond"), [(1000, ("a message of 2.05 kB (measured: 1 kB)",)), (2048, ())])
 def test_messages_larger_than_those_measured_are_named(measured_bytes: int, beyond: tuple[str, ...]) -> None:
     hardware = replace(load_hardware("cpu", 2), measurements={"links": [{"bytes": measured_bytes}, {"bytes": 256}]})
     cost = audit(program(), CONFIG, hardware)  # [8, 64] of float32 are gathered for down

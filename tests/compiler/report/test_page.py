@@ -83,10 +83,10 @@ def test_the_page_has_every_part_and_needs_nothing_else(policy: str) -> None:
 
 def test_alike_ranks_share_a_bar() -> None:
     hardware = load_hardware("a100-80gb", 128)
-    memory = tuple(RankMemory(rank, {"parameter": 2**30 * (1 + rank % 2)}, "") for rank in range(128))
+    memory = tuple(RankMemory(rank, {"parameter": 10**9 * (1 + rank % 2)}, "") for rank in range(128))
     ranks = tuple(RankCost(rank, 1.0 + rank / 1000, {"tp all_reduce": 0.5}) for rank in range(128))
     read = Reader(page("Model", Plan(Mesh((("tp", 128),))), PlanCost("a100-80gb", 2.0, ranks, memory), hardware))
-    assert {"64 ranks from 0", "64 ranks from 1", "1 GiB", "2 GiB"} <= set(read.texts)
+    assert {"64 ranks from 0", "64 ranks from 1", "1 GB", "2 GB"} <= set(read.texts)
     assert "The first 64 of 128 kinds of ranks." in read.texts
 
 

@@ -8,6 +8,7 @@ import pytest
 from plans import zoo_graph
 
 from shardwright.compiler.cost.hardware import load_hardware
+from shardwright.compiler.plan.amounts import amount
 from shardwright.policies.autodist.found import Found
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.policy import search, settled
@@ -46,7 +47,7 @@ def test_the_least_that_is_said_is_enough_and_less_is_not(name: str, num_ranks: 
     config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=True)
     with pytest.raises(PlanError) as refusal:
         settled(below, config, hardware)
-    said = f"the least of what was tried is {below.least[0] / 1e9:.4g} GB on a device ({below.least[1]})"
+    said = f"the least of what was tried is {amount(below.least[0], 'B', digits=4)} on a device ({below.least[1]})"
     assert refusal.value.why is not None and refusal.value.why.startswith(said)
     assert 0.95 * least_bytes < below.least[0] <= 1.05 * least_bytes
 

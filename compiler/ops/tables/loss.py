@@ -119,7 +119,10 @@ def _of_vectors(form: str) -> Callable[[IROp], OpRule]:
         ndim = max(value.ndim for value in op.operands)
         lead = [value.shape[:-1] if value.ndim == ndim else value.shape for value in op.operands]
         terms, rows = broadcast(lead, "n")
-        operands = [[*term, "d^"] if value.ndim == ndim else term for term, value in zip(terms, op.operands, strict=True)]
+        operands = [
+            [*term, "1" if value.shape[-1] == 1 else "d^"] if value.ndim == ndim else term
+            for term, value in zip(terms, op.operands, strict=True)
+        ]
         return _per_row(op, operands, rows, form, product(_broadcast_shape(lead)[1]))
 
     return rule
@@ -144,29 +147,33 @@ def _of_classes(form: str) -> Callable[[IROp], OpRule]:
 
     def rule(op: IROp) -> OpRule:
         rows = names(op.operands[0].ndim - 1, "n")
-        terms = {"input": [*rows, "c^"], "target": [*rows, "c^"], "weight": ["c^"]}
-        if op.target == "multi_margin_loss":
-            terms["target"] = rows
+        terms = {"input": [*rows, "c^"], "target": rows if op.target == "multi_margin_loss" else [*rows, "c^"], "weight": ["c^"]}
         found = _per_row(op, [terms[name] for name in op.operand_names], rows, form, product(op.operands[0].shape[:-1]))
-        # Without rows torch returns memory that nobody wrote.
-        return replace(found, nonempty=op.target in ("multi_margin_loss", "multilabel_margin_loss"))
+        return replace(found, nonempty=True)  # without rows torch returns memory that nobody wrote
+
+    return rule
+
+
+def _of_labels(form: str) -> Callable[[IROp], OpRule]:
+    """The same, of operands that are broadcast against each other."""
+
+    def rule(op: IROp) -> OpRule:
+        shapes = [value.shape for value in op.operands]
+        terms, rows = broadcast(shapes, "n")
+        operands = [[*term[:-1], *("1" if name == "1" else "c^" for name in term[-1:])] for term in terms]
+        return _per_row(op, operands, rows[:-1], form, product(_broadcast_shape(shapes)[1][:-1]))
 
     return rule
 
 
 _OF_CLASSES = {
-    "multi_margin_loss": "input, target, p=1, margin=1.0, weight=None, reduction='mean'",
-    "multilabel_margin_loss": "input, target, reduction='mean'",
-    "multilabel_soft_margin_loss": "input, target, weight=None, reduction='mean'",
+    "multi_margin_loss": ("input, target, p=1, margin=1.0, weight=None, reduction='mean'", _of_classes),
+    "multilabel_margin_loss": ("input, target, reduction='mean'", _of_classes),
+    "multilabel_soft_margin_loss": ("input, target, weight=None, reduction='mean'", _of_labels),
 }
-for _name, _signature in _OF_CLASSES.items():
-    define(
-        _name,
-        _signature,
-        f"F.{_name}",
-        _of_classes(define_form(_name, f"{_signature}, *, count=0")),
-        (getattr(F, _name), _modern),
-    )
+for _name, (_signature, _rule) in _OF_CLASSES.items():
+    _form = define_form(_name, f"{_signature}, *, count=0")
+    define(_name, _signature, f"F.{_name}", _rule(_form), (getattr(F, _name), _modern))
 
 # ------------------------------------------------------------------------------------------------ cross entropy
 

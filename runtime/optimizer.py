@@ -22,11 +22,12 @@ from shardwright.runtime.errors import UsageError
 from shardwright.runtime.gradients import TrainedModel
 from shardwright.runtime.gradnorm import global_norm, norm_dtype, unscale
 from shardwright.runtime.reducer import Reducer, ReducerHook
-from shardwright.runtime.user_optimizer import ELEMENTWISE, check_kind, kind_of, made_again, made_of, updated_names
+from shardwright.runtime.user_optimizer import check_kind, kind_of, made_again, made_of, updated_names
 from shardwright.runtime.zero.build import shards_of
 from shardwright.runtime.zero.exchange import WholeParameters, whole_parameters
 from shardwright.runtime.zero.gathering import ParameterGathering
 from shardwright.runtime.zero.shards import ParameterShard
+from shardwright.runtime.zero.split import ELEMENTWISE
 from shardwright.runtime.zero.state import load_masters, with_masters, without_masters
 from shardwright.runtime.zero.wholes import WHOLE, WholeParameter
 

@@ -13,12 +13,6 @@ from torch.optim import Optimizer
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.gradients import TrainedModel
 
-ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
-    getattr(torch.optim, name)
-    for name in ("SGD", "ASGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop")
-)
-"""Optimizers whose update of an element depends on that element's gradients only, so that they work on any shard."""
-
 
 def made_of(
     optimizer_fn: Callable[..., Optimizer],

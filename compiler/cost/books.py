@@ -6,10 +6,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from shardwright.compiler.cost.body_memory import BodyMemory
 from shardwright.compiler.cost.footprint import Footprints, TensorForm, footprints_of
-from shardwright.compiler.cost.gradient_books import GradientBooks, Trained
+from shardwright.compiler.cost.gradient_books import GradientBooks
 from shardwright.compiler.cost.ledger import Ledger
 from shardwright.compiler.cost.local import local_shape
 from shardwright.compiler.cost.optimizer_memory import OptimizerMemory, num_copies, num_shards
+from shardwright.compiler.cost.trained import Trained
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.plan.blocks import reads
 from shardwright.compiler.plan.program import Declaration, Program

@@ -8,7 +8,6 @@ takes as much again as its bucket, for two buckets at most: gloo needs that room
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +15,7 @@ import torch
 
 from shardwright.compiler.cost.ledger import Ledger
 from shardwright.compiler.cost.optimizer_memory import OptimizerMemory, gradient_bytes, state_bytes
+from shardwright.compiler.cost.trained import Trained, updated_shares
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.zero.settings import ReductionSettings
 
@@ -29,41 +29,18 @@ STEP_TEMPORARIES = 2
 """Tensors of the size of a parameter that torch's optimizers with state make while they update it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """A piece ``shape`` of a trained parameter on this rank, summed over ``copies`` ranks that split its state into ``shards``.
-    Parameters of one ``group`` are summed over the same ranks. ``is_shared``: other stages hold it too.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    copies: int
-    shards: int
-    group: object
-    is_shared: bool = False
-
-    @property
-    def num_elements(self) -> int:
-        return math.prod(self.shape)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Bucket:
-    """``is_split``: its optimizer updates shards. ``element_bytes``: of a gradient in it."""
+    """``is_split``: its optimizer updates shards. ``element_bytes``: of a gradient in it. ``slice_elements``: that this rank
+    updates, of ``length`` elements.
+    """
 
     members: Sequence[Trained]
     is_split: bool
     element_bytes: float
+    slice_elements: int
+    length: int
     arrived: set[str] = field(default_factory=set)
-
-    @property
-    def slice_elements(self) -> int:
-        return -(-sum(member.num_elements for member in self.members) // self.members[0].shards)
-
-    @property
-    def length(self) -> int:
-        return self.slice_elements * self.members[0].shards
 
     @property
     def buffer_bytes(self) -> int:
@@ -84,7 +61,10 @@ class GradientBooks:
         self._trained = {item.name: item for item in trained}
         self._settings = ReductionSettings.of(config, config.num_units)
         self._frees = self._settings.frees_gradients and not staged  # a pipeline accumulates up to the end
-        self._buckets = self._packed(trained)
+        packed = self._packed(trained)
+        dealt = [item for members in packed for item in members]
+        self._shares = updated_shares(dealt, optimizer, config)
+        self._buckets = [self._bucket(members) for members in packed]
         self._bucket_of = {member.name: bucket for bucket in self._buckets for member in bucket.members}
         self.made: dict[object, int] = {}
         self.reduces = False
@@ -93,7 +73,7 @@ class GradientBooks:
         self._mine: dict[_Bucket, int] = {}
         self._exchanges: list[int] = []
         for item in trained:
-            kept = state_bytes(optimizer, item.shape, item.dtype, config) / item.shards
+            kept = state_bytes(optimizer, item.shape, item.dtype, config) * self._shares.get(item.name, 1)
             ledger.hold(ledger.new(round(kept), "optimizer"))
         for bucket in self._buckets:
             if not bucket.is_split or (self._settings.contiguous_gradients and not self._settings.frees_gradients):
@@ -127,7 +107,7 @@ class GradientBooks:
         """The optimizer's step: one parameter after the other, then what was updated goes to all ranks."""
         ledger, settings = self._ledger, self._settings
         halved = [item for item in self._trained.values() if settings.stores_remainders and item.dtype == torch.bfloat16]
-        masters = sum(item.num_elements // item.shards for item in halved) * REMAINDERS_SEEN_BYTES
+        masters = sum(int(item.num_elements * self._shares.get(item.name, 1)) for item in halved) * REMAINDERS_SEEN_BYTES
         seen = ledger.hold(ledger.new(masters, TEMPORARY))
         if self._trained and self._optimizer.keeps_state:
             ledger.use(STEP_TEMPORARIES * max(map(self._updated_bytes, self._trained.values())), "optimizer step")
@@ -149,7 +129,7 @@ class GradientBooks:
 
     # ------------------------------------------------------------------------------------------------ buckets
 
-    def _packed(self, trained: Sequence[Trained]) -> list[_Bucket]:
+    def _packed(self, trained: Sequence[Trained]) -> list[list[Trained]]:
         """As ``runtime.bucket.pack`` deals them: from the last parameter on."""
         settings = self._settings
         filling: dict[object, tuple[list[Trained], float]] = {}
@@ -167,7 +147,16 @@ class GradientBooks:
             members.append(item)
             filling[item.group, item.dtype] = members, filled + num_bytes
         packed.sort(key=lambda members: order[members[-1].name])
-        return [_Bucket(members, self._is_split(members[0]), self._element_bytes(members[0])) for members in packed]
+        return packed
+
+    def _bucket(self, members: Sequence[Trained]) -> _Bucket:
+        first, length = members[0], sum(member.num_elements for member in members)
+        mine = -(-length // first.shards)
+        if self._optimizer.is_elementwise:
+            length = mine * first.shards
+        else:
+            mine = sum(member.num_elements for member in members if self._shares[member.name])
+        return _Bucket(members, self._is_split(first), self._element_bytes(first), mine, length)
 
     def _is_split(self, item: Trained) -> bool:
         settings = self._settings
@@ -263,7 +252,9 @@ class GradientBooks:
         bucket = self._bucket_of.get(item.name)
         if bucket is None or not bucket.is_split:
             return item.num_elements * item.dtype.itemsize
-        return min(item.num_elements, bucket.slice_elements) * self._settings.state_dtype(item.dtype).itemsize
+        whole = not self._optimizer.is_elementwise
+        mine = item.num_elements * self._shares[item.name] if whole else min(item.num_elements, bucket.slice_elements)
+        return round(mine) * self._settings.state_dtype(item.dtype).itemsize
 
 
 REMAINDERS_SEEN_BYTES = 4

@@ -34,6 +34,11 @@ class OptimizerMemory:
         """Whether it keeps anything of a matrix."""
         return self.moments_bytes((2, 2), torch.float32) > 0 or self.own_bytes_per_element > 0
 
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether it treats every element by itself, so that ZeRO gives it parts of parameters."""
+        return self.named is None or self.named.is_elementwise
+
     def moments_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> float:
         """Of a tensor that it updates."""
         if self.named is not None:

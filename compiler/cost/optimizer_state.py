@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from shardwright.runtime.errors import ConfigError, did_you_mean
+from shardwright.runtime.zero.split import ELEMENTWISE
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -37,9 +38,19 @@ class NamedOptimizer:
     def __post_init__(self) -> None:
         self.state_bytes((SMALL, SMALL), torch.float32)
 
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether it treats every element by itself, as far as that is known."""
+        return _makes_elementwise(self.text)
+
     def state_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> float:
         """The bytes of the state of one parameter, after a step."""
         return _state_bytes(self.text, shape, dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _makes_elementwise(text: str) -> bool:
+    return type(_found(text)([torch.nn.Parameter(torch.empty(SMALL, SMALL, device="meta"))])) in ELEMENTWISE
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,6 +10,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import torch
+from torch.optim import Optimizer
+
+ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    getattr(torch.optim, name)
+    for name in ("SGD", "ASGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop")
+)
+"""Optimizers whose update of an element depends on that element's gradients only, so that they work on any shard."""
+
 
 def even_sizes(num_elements: int, num_ranks: int) -> list[int]:
     """The sizes of equal slices that hold ``num_elements``; the last ones may reach beyond them."""

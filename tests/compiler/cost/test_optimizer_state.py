@@ -12,6 +12,7 @@ import torch
 import zoo
 from memory_ranks import measured_peaks
 from plans import traced, zoo_graph
+from torch import Tensor, nn
 
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.memory import program_memory
@@ -113,6 +114,32 @@ def test_peaks_are_those_measured(text: str, zero: int, tmp_path: Path) -> None:
     found = program_memory(compiled.program, config, OptimizerMemory(named=NamedOptimizer(text)))  # type: ignore[arg-type]
     for measured in measured_peaks(tmp_path, compiled, model, inputs, config, make=OPTIMIZERS[text]):
         assert found.peak_bytes == pytest.approx(measured, rel=0.05)
+
+
+class Uneven(nn.Module):
+    """Matrices of which one has most of the elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.mid, self.down = (nn.Linear(*sizes, bias=False) for sizes in ((16, 128), (128, 128), (128, 2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.down(self.mid(self.up(x).relu()).relu()).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_whole_tensors_count_on_the_rank_that_owns_most(zero: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, inputs = Uneven(), {"x": torch.randn(128, 16)}
+    config = ComputeConfig(plan_ngpus=1, runtime_ngpus=2, use_end2end=True, use_zero=zero)
+    compiled = compile_graph(traced(model, inputs), find_policy("dp").apply, config, policy_name="dp")
+    muon = OptimizerMemory(named=NamedOptimizer("Muon"))
+    found = program_memory(compiled.program, config, muon)  # type: ignore[arg-type]
+    assert found.by_category["optimizer"] == 4 * 128 * 128  # all of the largest; an even share is 4 * 9344
+    measured = measured_peaks(tmp_path, compiled, model, inputs, config, make=torch.optim.Muon)
+    assert found.peak_bytes == pytest.approx(max(measured), rel=1e-3)
+    assert min(measured) < 0.95 * found.peak_bytes
 
 
 @pytest.mark.parametrize("text", ["SGD", "Adafactor"])

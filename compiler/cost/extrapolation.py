@@ -1,5 +1,5 @@
-"""Which times rest on what a calibration did not measure: beyond its tables the nearest measured size counts, and the optimizer's
-pass has the rate of memory, at any size.
+"""Which times rest on what a calibration did not measure: beyond its tables the nearest measured size counts, and the
+optimizer's pass has the rate of memory, at any size.
 """
 
 from __future__ import annotations

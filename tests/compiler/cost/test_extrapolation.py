@@ -62,7 +62,8 @@ def test_an_audit_says_what_was_not_measured() -> None:
 
 
 def test_nothing_is_said_inside_the_tables_and_without_any() -> None:
-    for hardware, config in ((measured((8, 64), 10**9), replace(CONFIG, inference_only=True)), (load_hardware("cpu", 2), CONFIG)):
+    inference = replace(CONFIG, inference_only=True)
+    for hardware, config in ((measured((8, 64), 10**9), inference), (load_hardware("cpu", 2), CONFIG)):
         cost = audit(program(), config, hardware)
         assert cost.extrapolated == () and "measured" not in str(cost)
 

@@ -82,7 +82,7 @@ class PlanBuilder:
         found = self._op(op)
         self._check_axis(axis)
         assignment = {**self._strategies.get(found.name, {}), axis: strategy}
-        check_assignment(found, assignment, self.mesh)
+        check_assignment(found, assignment, self.mesh, self.graph.dims)
         self._strategies.setdefault(found.name, {})[axis] = strategy
         return self
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 
+from shardwright.compiler.ir.dims import ModelDims
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue
-from shardwright.compiler.ops.strategy import Assignment, allowed, strategies
+from shardwright.compiler.ops.rule import OpRule
+from shardwright.compiler.ops.strategy import Assignment, allowed, factor_axes, strategies
 from shardwright.compiler.plan.plan import Plan
 from shardwright.runtime.errors import PlanError, did_you_mean
 from shardwright.runtime.layout import Layout, Mesh
@@ -62,21 +65,40 @@ def check_strategies(graph: IRGraph, plan: Plan) -> None:
                 why=f"mesh {plan.mesh}",
                 hint=did_you_mean(unknown[0], plan.mesh.names),
             )
-        check_assignment(op, assignment, plan.mesh)
+        check_assignment(op, assignment, plan.mesh, graph.dims)
 
 
-def check_assignment(op: IROp, assignment: Assignment, mesh: Mesh) -> None:
-    """Raise :class:`PlanError` if an operator cannot follow its strategies, each or all together."""
+def check_assignment(op: IROp, assignment: Assignment, mesh: Mesh, dims: ModelDims | None) -> None:
+    """Raise :class:`PlanError` if an operator cannot follow its strategies, each or all together; with ``dims``, those of the
+    model, what it says of sizes has their names.
+    """
     assert op.rule is not None
     if allowed(op.rule, assignment, mesh):
         return
     told = ", ".join(f"{strategy!r} over {axis}={mesh.axis_size(axis)}" for axis, strategy in assignment.items())
+    too_small = _too_small(op, op.rule, assignment, mesh, dims)
     raise PlanError(
         f"operator {op.name} ({op.target}) cannot follow {told}",
         where=f"{op.source} ({op.module_path or 'top-level forward'})",
-        why=f"its rule is {op.rule.annotation!r}" if op.rule.annotation else "it has no rule",
-        hint=f"strategies along one axis: {', '.join(strategies(op.rule))}",
+        why=too_small or (f"its rule is {op.rule.annotation!r}" if op.rule.annotation else "it has no rule"),
+        hint="fewer ranks along these axes, or larger inputs"
+        if too_small
+        else f"strategies along one axis: {', '.join(strategies(op.rule))}",
     )
+
+
+def _too_small(op: IROp, rule: OpRule, assignment: Assignment, mesh: Mesh, dims: ModelDims | None) -> str | None:
+    """The factors that have too few elements for the ranks that are to share them, in words, if that is what is wrong."""
+    if not all(strategy in strategies(rule) for strategy in assignment.values()):
+        return None
+    told = []
+    for factor, axes in factor_axes(assignment, mesh).items():
+        num_ranks = math.prod(map(mesh.axis_size, axes))
+        if not rule.splittable(factor, num_ranks):
+            dim = dims.of_factor(op.name, factor) if dims else None
+            size = " + ".join(map(str, rule.factor(factor).segments))
+            told.append(f"{factor!r}{f' ({dim.name})' if dim else ''} has {size} elements for {num_ranks} ranks")
+    return f"{', '.join(told)}, and it cannot run on a rank without any; its rule is {rule.annotation!r}"
 
 
 def check_layout(name: str, layout: Layout, value: IRValue, mesh: Mesh) -> None:

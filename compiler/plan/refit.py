@@ -144,7 +144,7 @@ def _unfitting(plan: Plan, graph: IRGraph) -> list[str]:
     problems = [_unknown(what, name, there) for what, names, there in known for name in names if name not in there]
     for name, assignment in plan.strategies.items():
         if name in ops:
-            problems += _refused(check_assignment, ops[name], assignment, _mesh_of(plan, assignment))
+            problems += _refused(check_assignment, ops[name], assignment, _mesh_of(plan, assignment), graph.dims)
     if not plan.stages:  # with stages, layouts are of the meshes of the stages, and lowering checks them there
         for values, layouts in ((tensors, plan.stored), (inputs, plan.inputs)):
             for name, layout in layouts.items():

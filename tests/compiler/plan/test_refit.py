@@ -126,3 +126,33 @@ def test_a_file_that_is_no_plan(text: str, why: str, tmp_path: Path, gpt: Planna
     path.write_text(text)
     with pytest.raises(PlanError, match=f"holds no plan\n  why:   {why}"):
         find_policy("saved").apply(gpt, config)
+
+
+def zoo_graph(name: str, batch: int) -> PlannableGraph:
+    entry = zoo.get(name)
+    return plans.annotated(plans.traced(entry.build(), entry.inputs(batch=batch)))
+
+
+def test_batch_and_ranks_change_at_once(gpt: PlannableGraph) -> None:
+    """Where the plan does not fit, the dims and sizes say why."""
+    plan = plan_of(gpt, "data", 4)
+    assert refit(plan, zoo_graph("gpt2", 8), 8) == plan_of(zoo_graph("gpt2", 8), "data", 8)
+    attention = [op.name for op in gpt.ops if op.target == "scaled_dot_product_attention"]
+    rule = next(op.rule.annotation for op in gpt.ops if op.rule and op.name == attention[0])
+    refused = "\n         ".join(
+        f"operator {name} (scaled_dot_product_attention) cannot follow 'split:b0' over dp=8: 'b0' (batch) has 6 elements "
+        f"for 8 ranks, and it cannot run on a rank without any; its rule is {rule!r}"
+        for name in attention
+    )
+    assert refusal(plan, zoo_graph("gpt2", 6), 8) == (
+        f"the plan does not fit this model on 8 ranks\n  why:   {refused}\n  try:   edit the plan where it says, or plan anew"
+    )
+
+
+@pytest.mark.slow
+def test_a_searched_plan_trains_with_another_batch_on_other_ranks(tmp_path: Path) -> None:
+    entry, path = zoo.get("gpt2"), tmp_path / "plan.json"
+    path.write_text(plan_of(zoo_graph("gpt2", 4), "autodist", 4, mesh={"dp": 2, "tp": 2}).dumps())
+    config = {"plan_ngpus": 8, "runtime_ngpus": 8, "pas_config": {"load_plan": str(path), "mesh": {"tp": 4}}}
+    report = verify(entry.build(), entry.inputs(batch=6), "saved", config, steps=2)
+    assert report.ok and report.mesh == Mesh((("dp", 2), ("tp", 4))), str(report)

@@ -83,6 +83,10 @@ class StepsWithoutSums:
         self._name = next(summed, None)  # one parameter stands for all; None once there is nothing to notice
         self._version: int | None = None  # of that parameter, at the last call
 
+    def forget(self) -> None:
+        """Values have been loaded: they differ from those of the last call for a good reason."""
+        self._version = None
+
     def check(self, module: CompiledModule) -> None:
         """Warn, once, if the parameter has changed since the last call."""
         if self._name is None:

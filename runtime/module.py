@@ -399,6 +399,7 @@ class ParallelModule(CompiledModule):
         key = f"{prefix}_extra_state"
         if key not in state_dict:
             check_holds_wholes(self, key)
+        self._steps_without_sums.forget()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
         missing_keys = rest[0]
         if key in missing_keys:

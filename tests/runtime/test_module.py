@@ -76,6 +76,18 @@ def test_an_optimizer_that_nobody_told_about_the_other_ranks_is_warned_of(files)
         run_ranks(2, train, lambda module: build_optimizer(module, torch.optim.SGD, lr=0.1))
 
 
+def test_nobody_is_warned_of_values_that_are_loaded_between_calls(files):
+    def run(rank):
+        module = load_class(files)()
+        for _ in range(2):
+            module(*make_batch(0))
+            module.load_state_dict(module.state_dict())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_ranks(2, run)
+
+
 def test_each_rank_holds_its_pieces(files):
     original = make_model()
 

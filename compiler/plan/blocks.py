@@ -149,21 +149,38 @@ def _stretches(body: tuple[Instruction, ...]) -> list[Stretch]:
                 readers.setdefault(value.name, set()).add(position)
     moved: list[Stretch] = []
     for position, (place, instructions) in enumerate(stretches):
-        made = {value.name for i in instructions if isinstance(i, Compute) for value in writes(i)}
-        front: list[Instruction] = []
-        for instruction in instructions:
-            if isinstance(instruction, Adapt) and place != (None, None):
-                shared = any(reader > position for reader in _readers_beyond(instruction, instructions, readers))
-                is_weight = instruction.of.kind in (ValueKind.PARAMETER, ValueKind.BUFFER)
-                stays = is_weight or (place[1] is not None and instruction.step.kind in GATHERS)
-                if instruction.value.name not in made and (shared or not stays):
-                    front.append(instruction)
-                else:
-                    made.add(instruction.result.name)
+        if place == (None, None):
+            moved.append((place, instructions))
+            continue
+
+        def is_read_later(name: str, position: int = position) -> bool:
+            return any(reader > position for reader in readers.get(name, ()))
+
+        front = in_front(instructions, is_read_later, recompute=place[1] is not None)
         rest = [i for i in instructions if not any(i is f for f in front)]
         moved += [((None, None), front)] if front else []
         moved.append((place, rest))
     return moved
+
+
+def in_front(
+    instructions: Sequence[Instruction], is_read_later: Callable[[str], bool], *, recompute: bool
+) -> list[Instruction]:
+    """The adapters of a stretch that run in front of it: of values from outside, but for those of weights, and of gathers in a
+    recompute region, that only the stretch needs. ``is_read_later``: whether anything after the stretch reads a value.
+    """
+    made = {value.name for i in instructions if isinstance(i, Compute) for value in writes(i)}
+    front: list[Instruction] = []
+    for instruction in instructions:
+        if isinstance(instruction, Adapt):
+            shared = any(map(is_read_later, _copies_of(instruction, instructions)))
+            is_weight = instruction.of.kind in (ValueKind.PARAMETER, ValueKind.BUFFER)
+            stays = is_weight or (recompute and instruction.step.kind in GATHERS)
+            if instruction.value.name not in made and (shared or not stays):
+                front.append(instruction)
+            else:
+                made.add(instruction.result.name)
+    return front
 
 
 def gathered_until(items: Sequence[Item], kept: Iterable[IRValue]) -> dict[int, list[IRValue]]:
@@ -180,14 +197,13 @@ def gathered_until(items: Sequence[Item], kept: Iterable[IRValue]) -> dict[int, 
     return over
 
 
-def _readers_beyond(adapter: Adapt, instructions: list[Instruction], readers: dict[str, set[int]]) -> set[int]:
-    """The stretches that read what this adapter, or a chain of adapters after it, makes."""
-    names, found = {adapter.result.name}, set(readers.get(adapter.result.name, ()))
+def _copies_of(adapter: Adapt, instructions: Iterable[Instruction]) -> set[str]:
+    """The names of what this adapter, and chains of adapters after it, make."""
+    names = {adapter.result.name}
     for instruction in instructions:
         if isinstance(instruction, Adapt) and instruction.value.name in names:
             names.add(instruction.result.name)
-            found |= readers.get(instruction.result.name, set())
-    return found
+    return names
 
 
 def _updates_inside(program: Program, stretches: list[Stretch]) -> dict[int, tuple[Update, ...]]:

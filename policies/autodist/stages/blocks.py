@@ -46,7 +46,7 @@ def block_costs(
     """The blocks that begin at the positions ``starts`` of the graph's operators. ``parts``: by block, what may be computed
     again; with ``only``, what it names is, and nothing else may be.
 
-    Adapters count to the block that needs them; a parameter, its gradient, optimizer state, reduction and update to the first
+    Adapters count to the block that needs them, what the model itself computes again in the backward; a parameter, its gradient, optimizer state, reduction and update to the first
     block that uses it.
     """
     forward, backward, kept = walk.forward_s, walk.backward_s, walk.kept
@@ -57,17 +57,15 @@ def block_costs(
         added[block] += parameter.added_s
         once[block] += parameter.once_s
 
-    def again(chosen: Iterable[Part]) -> Again:
-        listed = list(chosen)
-        return Again(
-            sum(sum(forward[part.start : part.stop]) for part in listed),
-            float(sum(kept.saved(part.start, part.stop) for part in listed)),
-        )
+    def again(spans: Iterable[tuple[int, int]]) -> Again:
+        found = [walk.again(start, stop) for start, stop in spans]
+        return Again(sum(one.time_s for one in found), sum(one.saved_bytes for one in found))
 
     blocks, ways = [], []
     for block, (start, stop) in enumerate(zip(starts, [*starts[1:], len(forward)], strict=True)):
         own = parts.get(block, ())
-        fixed = again(_outermost(part for part in own if only(part))) if only else Again(0.0, 0.0)
+        wanted = [(part.start, part.stop) for part in _outermost(part for part in own if only and only(part))]
+        fixed = again([*wanted, *(region for region in walk.regions if start <= region[0] < stop)])
         blocks.append(
             Block(
                 sum(forward[start:stop]),
@@ -77,7 +75,7 @@ def block_costs(
                 kept.first(start, stop) - fixed.saved_bytes,
             )
         )
-        ways.append(() if only else useful_ways([Way((part,), again((part,))) for part in own]))
+        ways.append(() if only else useful_ways([Way((part,), walk.again(part.start, part.stop)) for part in own]))
     return Costs(blocks, ways)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 from shardwright.compiler.cost.local import local_bytes
 from shardwright.compiler.cost.saved import saved_for_backward
@@ -27,63 +27,65 @@ class Kept:
         self._made: dict[str, int] = {}  # place where a root is made
         self._keepers: dict[str, list[int]] = {}  # places of the operators that keep a root, ascending
         self._bytes: dict[str, int] = {}  # of a root, as it is kept or read first
-        self._touched: dict[int, dict[str, None]] = {}  # roots made or read at a place
+        self._touched: dict[int, dict[str, set[str]]] = {}  # roots made or read at a place, by which adapter, or ""
         self._internal: dict[int, int] = {}  # made inside an operator and kept
         for place, instruction in instructions:
-            self._read(place, instruction.op.operands if isinstance(instruction, Compute) else (instruction.value,))
-            if isinstance(instruction, Adapt) and instruction.value.name in own:
-                own.add(instruction.result.name)  # a weight is gathered again in the backward, not kept
-            elif isinstance(instruction, Adapt):
-                self._result(place, instruction.result, instruction.value if instruction.step.kind in VIEWS else None)
-            else:
+            if isinstance(instruction, Compute):
+                for value in instruction.op.operands:
+                    self._touch(place, value)
                 self._keep(place, instruction)
+                continue
+            self._touch(place, instruction.value, instruction.result.name)
+            if instruction.value.name in own:
+                own.add(instruction.result.name)  # a weight is gathered again in the backward, not kept
+            else:
+                shares = instruction.value if instruction.step.kind in VIEWS else None
+                self._result(place, instruction.result, shares, instruction.result.name)
 
     def first(self, start: int, stop: int) -> int:
         """Bytes that are kept by the operators of a range and by none before them."""
         roots = (root for root in self._of(start, stop) if self._keepers.get(root, [-1])[0] in range(start, stop))
         return sum(self._bytes[root] for root in roots) + self._inside(start, stop)
 
-    def saved(self, start: int, stop: int) -> int:
+    def saved(self, start: int, stop: int, front: Set[str] = frozenset()) -> int:
         """Bytes that computing a range again saves: what only the range keeps of what it makes, less what it reads and nothing
-        keeps so far.
+        keeps so far. ``front``: the names of what adapters in front of the range make for it.
         """
         saved = self._inside(start, stop)
-        for root in self._of(start, stop):
+        for root in self._of(start, stop, front):
             keepers, made = self._keepers.get(root, []), self._made.get(root)
-            if made is not None and start <= made and keepers and keepers[-1] < stop:
+            inside = made is not None and start <= made and root not in front
+            if inside and keepers and keepers[-1] < stop:
                 saved += self._bytes[root]
-            elif made is not None and made < start and not keepers:
+            elif made is not None and not inside and not keepers:
                 saved -= self._bytes[root]
         return saved
 
-    def _of(self, start: int, stop: int) -> dict[str, None]:
-        """The roots of a range."""
-        return {root: None for place in range(start, stop) for root in self._touched.get(place, ())}
+    def _of(self, start: int, stop: int, front: Set[str] = frozenset()) -> dict[str, None]:
+        """The roots of a range, as far as adapters that are not in front of it, or operators, make or read them."""
+        listed = (self._touched.get(place, {}) for place in range(start, stop))
+        return {root: None for touched in listed for root, by in touched.items() if not by <= front}
 
     def _inside(self, start: int, stop: int) -> int:
         return sum(self._internal.get(place, 0) for place in range(start, stop))
 
-    def _read(self, place: int, values: Iterable[IRValue]) -> None:
-        for value in values:
-            self._touch(place, value)
-
-    def _touch(self, place: int, value: IRValue) -> str | None:
-        """The root of a value, noted; None for parameters, buffers and constants."""
+    def _touch(self, place: int, value: IRValue, adapter: str = "") -> str | None:
+        """The root of a value, noted; None for parameters, buffers and constants. ``adapter``: the name of what one makes."""
         root = self._roots.get(value.name, value.name)
         if root in self._own:
             return None
-        self._touched.setdefault(place, {})[root] = None
+        self._touched.setdefault(place, {}).setdefault(root, set()).add(adapter)
         if root not in self._bytes:
             layout = self._layouts.get(value.name)
             self._bytes[root] = local_bytes(layout, value.dtype, self._mesh) if layout is not None else 0
         return root
 
-    def _result(self, place: int, value: IRValue, shares: IRValue | None) -> None:
+    def _result(self, place: int, value: IRValue, shares: IRValue | None, adapter: str = "") -> None:
         if shares is not None:
             self._roots[value.name] = self._roots.get(shares.name, shares.name)
         else:
             self._made[value.name] = place
-            self._touch(place, value)
+            self._touch(place, value, adapter)
 
     def _keep(self, place: int, instruction: Compute) -> None:
         saved = saved_for_backward(instruction.original, instruction.assignment, self._mesh)

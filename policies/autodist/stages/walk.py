@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 
 from shardwright.compiler.cost.adapters import step_time
 from shardwright.compiler.cost.hardware import Hardware
@@ -16,7 +17,9 @@ from shardwright.compiler.cost.operators import OperatorTimes, OpTime, op_time
 from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory, gradient_bytes, num_shards, state_bytes
 from shardwright.compiler.cost.reduction import parameter_s
 from shardwright.compiler.ir.value import ValueKind
+from shardwright.compiler.plan.blocks import in_front, reads
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
+from shardwright.policies.autodist.stages.frontier import Again
 from shardwright.policies.autodist.stages.kept import Kept
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Layout, Mesh
@@ -103,6 +106,55 @@ class Walk:
         """What operators keep for the backward."""
         own = {declaration.value.name for declaration in self.program.declarations}
         return Kept(self.by_place, own, self.mesh, self.layouts)
+
+    def again(self, start: int, stop: int, end: int | None = None) -> Again:
+        """What it takes to compute the operators of a range again, and saves, in a stage that ends at place ``end``: by
+        default that of the whole model. Adapters in front of the range, as emission puts them, run once.
+        """
+        inside = [(item, time) for place, item, time in self._timed[self._first[start] : self._first[stop]]]
+        last = len(self._first) if end is None else end
+
+        def is_read_later(name: str) -> bool:
+            return any(stop <= place < last for place in self._readers.get(name, ()))
+
+        front = in_front([item for item, _ in inside], is_read_later, recompute=True)
+        names = {adapter.result.name for adapter in front if isinstance(adapter, Adapt)}
+        seconds = sum(t.forward_s for item, t in inside if not (isinstance(item, Adapt) and item.result.name in names))
+        return Again(seconds, float(self.kept.saved(start, stop, names)))
+
+    @cached_property
+    def regions(self) -> tuple[tuple[int, int], ...]:
+        """``(start, stop)``: what the model itself computes again."""
+        found, start = [], 0
+        for region, ops in groupby(self.program.graph.ops, lambda op: op.region):
+            stop = start + len(tuple(ops))
+            found += [(start, stop)] if region is not None else []
+            start = stop
+        return tuple(found)
+
+    @cached_property
+    def _timed(self) -> list[tuple[int, Instruction, OpTime]]:
+        return [(place, item, time) for (place, item), time in zip(self.by_place, self.times, strict=True)]
+
+    @cached_property
+    def _first(self) -> list[int]:
+        """By place the first instruction that has it; behind the last operator, that after it."""
+        found, last = [], 0
+        for index, (_, item) in enumerate(self.by_place):
+            if isinstance(item, Compute):
+                found.append(last)
+                last = index + 1
+        return [*found, last]
+
+    @cached_property
+    def _readers(self) -> dict[str, list[int]]:
+        """Name of a value to the places that read it; what goes out of the program stands behind all operators."""
+        found: dict[str, list[int]] = {}
+        num_places, num_inside = len(self._first) - 1, self._first[-1]
+        for index, (place, item) in enumerate(self.by_place):
+            for value in reads(item):
+                found.setdefault(value.name, []).append(place if index < num_inside else num_places)
+        return found
 
     @cached_property
     def parameters(self) -> tuple[Held, ...]:

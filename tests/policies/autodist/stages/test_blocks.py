@@ -1,0 +1,53 @@
+"""What blocks cost, with some of them computed again, is what the program does that is lowered for them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from planning import mesh_of, slow_machine
+from plans import random_plan, zoo_graph
+
+from shardwright.compiler.cost.body_time import body_time
+from shardwright.compiler.passes.lower import lower
+from shardwright.compiler.passes.recompute import mark_recompute
+from shardwright.policies.autodist.stages.blocks import block_costs
+from shardwright.policies.autodist.stages.chain import Part, layer_blocks, layer_parts
+from shardwright.policies.autodist.stages.walk import Setting, Walk
+from shardwright.runtime.config import ComputeConfig
+
+CHOICES = ("none", "all", "some", "parts")
+CASES = [(name, mesh, choice) for name in ("gpt2", "llama", "t5") for mesh in ("2", "2x2") for choice in CHOICES]
+FAST = [("gpt2", "2", "parts"), ("gpt2", "2x2", "all")]
+
+
+def drawn(parts: dict[int, tuple[Part, ...]], choice: str, rng: random.Random) -> set[str]:
+    """Module paths: of layers, or of parts of layers."""
+    if choice == "none":
+        return set()
+    if choice == "parts":
+        return {rng.choice(own).path for own in parts.values()}
+    return {own[0].path for own in parts.values() if choice == "all" or rng.random() < 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "choice"), [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_blocks_take_what_their_program_does(name: str, mesh: str, choice: str) -> None:
+    """With a random strategy for every operator, so that there are adapters in front of regions, and inside."""
+    graph, rng = zoo_graph(name), random.Random(f"{name} {mesh} {choice}")
+    starts, layers = layer_blocks(graph)
+    parts = layer_parts(graph, starts, layers)
+    paths = drawn(parts, choice, rng)
+    plan = random_plan(graph, mesh_of(mesh), rng)
+    size = plan.mesh.size
+    config = ComputeConfig(plan_ngpus=size, runtime_ngpus=size)
+    setting = Setting(slow_machine(size), config, tuple(range(size)))
+    marked = mark_recompute(graph, tuple(paths))
+    body = body_time(lower(marked, plan), setting.hardware, setting.ranks)
+    blocks = block_costs(Walk(lower(graph, plan), setting), starts, parts, lambda part: part.path in paths).blocks
+    assert sum(block.forward_s for block in blocks) == pytest.approx(body.forward_s, rel=1e-12)
+    assert sum(block.backward_s for block in blocks) == pytest.approx(body.backward_s, rel=1e-12)
+    own = block_costs(Walk(lower(marked, plan), setting), starts, {}).blocks  # regions that the model has already
+    assert sum(block.backward_s for block in own) == pytest.approx(body.backward_s, rel=1e-12)
+    assert [block.activation_bytes for block in own] == [block.activation_bytes for block in blocks]

@@ -93,7 +93,9 @@ def _audit(
     activities, step_s = _timeline(body, reduction, config, program, num_microbatches)
     comm_s = {name: num_microbatches * seconds for name, seconds in body.comm_s.items()}
     inside_s = sum(comm_s.values())
-    comm_s |= {reduction.name: reduction.total_s} if reduction.total_s else {}
+    comm_bytes = {name: num_microbatches * num_bytes for name, num_bytes in body.comm_bytes.items()}
+    if reduction.total_s:
+        comm_s[reduction.name], comm_bytes[reduction.name] = reduction.total_s, reduction.total_bytes
     compute_s = num_microbatches * body.compute_s + reduction.accumulation_s + reduction.optimizer_s
     idle_s = max(0.0, step_s - compute_s - inside_s)
     memory_of = program_memory(program, config, optimizer, num_microbatches=num_microbatches)
@@ -102,7 +104,7 @@ def _audit(
     return PlanCost(
         hardware.name,
         step_s,
-        tuple(RankCost(rank, compute_s, comm_s, 0.0 if blocking else idle_s) for rank in ranks),
+        tuple(RankCost(rank, compute_s, comm_s, 0.0 if blocking else idle_s, comm_bytes) for rank in ranks),
         tuple(memory_of.at(rank) for rank in ranks),
         activities,
     )

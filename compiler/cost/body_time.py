@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardwright.compiler.cost.adapters import step_time
 from shardwright.compiler.cost.hardware import Hardware
+from shardwright.compiler.cost.local import local_bytes
 from shardwright.compiler.cost.operators import OperatorTimes, OpTime, op_time
 from shardwright.compiler.plan.blocks import Run, group_blocks, region_of
 from shardwright.compiler.plan.program import Adapt, Instruction, Program
+from shardwright.runtime.layout import Mesh
 
 _FORWARD = {kind: kind for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")}
 _BACKWARD = {
@@ -26,7 +28,8 @@ _BACKWARD = {
 class BodyTime:
     """``instructions``: each one with its time, in the order of the program. ``compute_s`` and ``comm_s`` split the sum of all
     (``"tp all_reduce"``). ``recomputed_s``: the forwards that the backward runs again, and the weights that it gathers again;
-    ``recomputes``: whether there are such forwards.
+    ``recomputes``: whether there are such forwards. ``comm_bytes``: what goes through the collectives of ``comm_s``, counted
+    as the runtime does (:class:`~shardwright.runtime.counters.CommunicationVolume`).
     """
 
     instructions: tuple[tuple[Instruction, OpTime], ...]
@@ -34,6 +37,7 @@ class BodyTime:
     comm_s: dict[str, float]
     recomputed_s: float
     recomputes: bool
+    comm_bytes: dict[str, float] = field(default_factory=dict)
 
     @property
     def forward_s(self) -> float:
@@ -61,6 +65,7 @@ def body_time(
     again = _recomputed(program) if trains else set()
     instructions: list[tuple[Instruction, OpTime]] = []
     comm: dict[str, float] = {}
+    volumes: dict[str, float] = {}
     compute_s = recomputed_s = 0.0
     for instruction in program.body:
         runs = 2 if id(instruction) in again else 1
@@ -70,25 +75,36 @@ def body_time(
                 instruction.step, instruction.of.dtype, storage_mesh, storage_ranks, hardware, differentiable=differentiable
             )
             step = instruction.step
+            forward_bytes, backward_bytes = _exchanged_bytes(instruction, storage_mesh)
             parts = [
-                (_FORWARD.get(step.kind), runs * time.forward_s),
-                (_BACKWARD.get((step.kind, step.backward)), time.backward_s),
+                (_FORWARD.get(step.kind), runs * time.forward_s, runs * forward_bytes),
+                (_BACKWARD.get((step.kind, step.backward)), time.backward_s, backward_bytes),
             ]
             if instruction.gathers_weight and differentiable:  # gathered again in the backward
                 recomputed_s += time.forward_s
-                parts.append((step.kind, time.forward_s))
-            for kind, seconds in parts:
+                parts.append((step.kind, time.forward_s, forward_bytes))
+            for kind, seconds, num_bytes in parts:
                 if kind is None:
                     compute_s += seconds
                 elif seconds:
-                    comm[f"{step.axis} {kind}"] = comm.get(f"{step.axis} {kind}", 0.0) + seconds
+                    name = f"{step.axis} {kind}"
+                    comm[name] = comm.get(name, 0.0) + seconds
+                    volumes[name] = volumes.get(name, 0.0) + num_bytes
         else:
             time = op_time(instruction.original, instruction.assignment, mesh, hardware, times, ranks=ranks)
             time = time if trains else OpTime(time.forward_s)
             compute_s += runs * time.forward_s + time.backward_s
         recomputed_s += (runs - 1) * time.forward_s
         instructions.append((instruction, time))
-    return BodyTime(tuple(instructions), compute_s, dict(sorted(comm.items())), recomputed_s, bool(again))
+    return BodyTime(tuple(instructions), compute_s, dict(sorted(comm.items())), recomputed_s, bool(again), volumes)
+
+
+def _exchanged_bytes(adapter: Adapt, mesh: Mesh) -> tuple[int, int]:
+    """Of its collectives forward and backward: what goes in, and of a gather what comes out."""
+    step, dtype = adapter.step, adapter.of.dtype
+    before, after = local_bytes(step.before, dtype, mesh), local_bytes(step.after, dtype, mesh)
+    gathers = _BACKWARD.get((step.kind, step.backward)) == "all_gather"
+    return after if step.kind == "all_gather" else before, before if gathers else after
 
 
 def _recomputed(program: Program) -> set[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from shardwright.compiler.cost.body_time import BodyTime, body_time
@@ -70,18 +71,20 @@ def pipeline_cost(
             activities.append(Activity(ranks[0], "reduce gradients", begin, reduced))
         activities.append(Activity(ranks[0], "optimizer step", reduced, end))
         comm: dict[str, float] = {}
+        volumes: dict[str, float] = {}
         for index in own:
             for name, seconds in bodies[index].comm_s.items():
                 comm[name] = comm.get(name, 0.0) + plan.num_microbatches * seconds
+                volumes[name] = volumes.get(name, 0.0) + plan.num_microbatches * bodies[index].comm_bytes[name]
         compute_s = line.busy_s[position] - sum(comm.values()) + reduction.optimizer_s
         if reduction.total_s:
-            comm[reduction.name] = reduction.total_s
+            comm[reduction.name], volumes[reduction.name] = reduction.total_s, reduction.total_bytes
         ends[ranks] = end
-        costs[ranks] = compute_s, comm
+        costs[ranks] = compute_s, comm, volumes
     step_s = max(ends.values())
     found = {
-        rank: RankCost(rank, compute_s, comm, max(0.0, step_s - compute_s - sum(comm.values())))
-        for ranks, (compute_s, comm) in costs.items()
+        rank: RankCost(rank, compute_s, comm, max(0.0, step_s - compute_s - sum(comm.values())), volumes)
+        for ranks, (compute_s, comm, volumes) in costs.items()
         for rank in ranks
     }
     return PlanCost(
@@ -91,8 +94,14 @@ def pipeline_cost(
         memory,
         tuple(activities),
         line.bubble_ratio,
-        messages={f"stage {a} to {b}": plan.num_microbatches * s for (a, b), s in sorted(transfers.items()) if s},
+        messages=_of_a_step(transfers, plan.num_microbatches),
+        message_bytes=_of_a_step(transfer_bytes(program), plan.num_microbatches),
     )
+
+
+def _of_a_step(found: Mapping[tuple[int, int], float], num_microbatches: int) -> dict[str, float]:
+    """By ``"stage 0 to 1"``, what is found of one microbatch, of all of them."""
+    return {f"stage {a} to {b}": num_microbatches * value for (a, b), value in sorted(found.items()) if value}
 
 
 def holders_elsewhere(program: PipelineProgram, ranks: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], ...]]:
@@ -135,22 +144,34 @@ def transfer_seconds(program: PipelineProgram, hardware: Hardware) -> dict[tuple
     return found
 
 
+def transfer_bytes(program: PipelineProgram) -> dict[tuple[int, int], float]:
+    """By (sending stage, receiving stage): what the ranks of the other one receive of one microbatch, all together."""
+    found: dict[tuple[int, int], float] = {}
+    for crossing in program.crossings:
+        for pair, reverse in (((crossing.source, crossing.target), False), ((crossing.target, crossing.source), True)):
+            if not reverse or crossing.value.requires_grad:
+                found[pair] = found.get(pair, 0.0) + sum(sent_bytes(crossing, reverse=reverse).values())
+    return found
+
+
 def crossing_s(crossing: Crossing, hardware: Hardware, *, reverse: bool) -> float:
     """Until the slowest rank has all of a value, one piece received after the other; with ``reverse`` of its gradient."""
-    source, target = (crossing.received, crossing.sent) if reverse else (crossing.sent, crossing.received)
     received: dict[int, float] = {}
-    for (sender, receiver), boxes in pieces(source, target).items():
-        if sender == receiver:
-            continue
-        elements = 0
-        for _, box in boxes:
-            volume = 1
-            for start, stop in box:
-                volume *= stop - start
-            elements += volume
-        seconds = collective_s(hardware, "send", elements * crossing.value.dtype.itemsize, (sender, receiver))
+    for (sender, receiver), num_bytes in sent_bytes(crossing, reverse=reverse).items():
+        seconds = collective_s(hardware, "send", num_bytes, (sender, receiver))
         received[receiver] = received.get(receiver, 0.0) + seconds
     return max(received.values(), default=0.0)
+
+
+def sent_bytes(crossing: Crossing, *, reverse: bool) -> dict[tuple[int, int], int]:
+    """By (sender, receiver), the bytes of a value that go from one rank to another; with ``reverse`` of its gradient."""
+    source, target = (crossing.received, crossing.sent) if reverse else (crossing.sent, crossing.received)
+    return {
+        (sender, receiver): crossing.value.dtype.itemsize
+        * sum(math.prod(stop - start for start, stop in box) for _, box in boxes)
+        for (sender, receiver), boxes in pieces(source, target).items()
+        if sender != receiver
+    }
 
 
 def _reduced_beside(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shardwright.compiler.cost.rank_memory import RankMemory
@@ -23,14 +23,16 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class RankCost:
-    """The seconds of one unit rank in a step. ``comm_s``: by what communicates, ``"tp all_reduce"``; ``idle_s``: waiting for
-    other ranks, or for communication that other work did not hide.
+    """The seconds of one unit rank in a step. ``comm_s``: by what communicates, ``"tp all_reduce"``; ``comm_bytes``: what
+    goes through these collectives, as :func:`shardwright.count_communication` counts it. ``idle_s``: waiting for other ranks,
+    or for communication that other work did not hide.
     """
 
     rank: int
     compute_s: float
     comm_s: Mapping[str, float]
     idle_s: float = 0.0
+    comm_bytes: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def communication_s(self) -> float:
@@ -41,7 +43,8 @@ class RankCost:
 class PlanCost:
     """``step_s``: seconds of one step. ``ranks``, ``memory``: of every unit rank. ``timeline``: of one rank of each stage.
     ``messages``: by ``"stage 0 to 1"``, the seconds that all values or gradients sent so in a step are under way, one after the
-    other; what of it no other work hides is in the ranks' ``idle_s``.
+    other; what of it no other work hides is in the ranks' ``idle_s``. ``message_bytes``: the bytes of these messages, of all
+    ranks together.
 
     ``bubble``: the share of the ranks' time in which a pipeline's schedule lets them wait. ``extrapolated``: what lies outside
     the sizes that the hardware's calibration measured.
@@ -55,6 +58,7 @@ class PlanCost:
     bubble: float = 0.0
     extrapolated: tuple[str, ...] = ()
     messages: Mapping[str, float] = field(default_factory=dict)
+    message_bytes: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:
@@ -76,13 +80,12 @@ class PlanCost:
             "hardware": self.hardware,
             "step_s": self.step_s,
             "bubble": self.bubble,
-            "ranks": [
-                {"rank": r.rank, "compute_s": r.compute_s, "comm_s": dict(r.comm_s), "idle_s": r.idle_s} for r in self.ranks
-            ],
+            "ranks": [asdict(rank) for rank in self.ranks],
             "memory": [memory.to_json() for memory in self.memory],
             "timeline": [[a.rank, a.name, a.start_s, a.end_s] for a in self.timeline],
             "extrapolated": list(self.extrapolated),
             "messages": dict(self.messages),
+            "message_bytes": dict(self.message_bytes),
         }
 
     @classmethod
@@ -91,12 +94,13 @@ class PlanCost:
         return cls(
             data["hardware"],
             data["step_s"],
-            tuple(RankCost(r["rank"], r["compute_s"], dict(r["comm_s"]), r["idle_s"]) for r in data["ranks"]),
+            tuple(RankCost(**rank) for rank in data["ranks"]),
             tuple(map(RankMemory.from_json, data["memory"])),
             tuple(Activity(*item) for item in data["timeline"]),
             data["bubble"],
             tuple(data["extrapolated"]),
             dict(data["messages"]),
+            dict(data["message_bytes"]),
         )
 
     def dumps(self) -> str:
@@ -116,7 +120,8 @@ class PlanCost:
         for ranks in seen.values():
             cost, held = by_rank[ranks[0]], memory[ranks[0]]
             words = [f"compute {amount(cost.compute_s, 's')}"]
-            words += [f"{name} {amount(seconds, 's')}" for name, seconds in cost.comm_s.items() if seconds]
+            comm = ((name, seconds, cost.comm_bytes.get(name)) for name, seconds in cost.comm_s.items() if seconds)
+            words += [f"{name} {_exchange(seconds, num_bytes)}" for name, seconds, num_bytes in comm]
             words += [f"idle {amount(cost.idle_s, 's')}"] if cost.idle_s else []
             title = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {spans(ranks)}"
             lines.append(f"  {title}: {', '.join(words)}")
@@ -124,7 +129,8 @@ class PlanCost:
             lines.append(f"    {amount(held.peak_bytes, 'B')} at {held.moment or 'the start'}: {parts}")
         if self.messages:
             longest = max(self.messages, key=lambda name: self.messages[name])
-            lines.append(f"  messages under way: {amount(self.messages[longest], 's')} from {longest}, which is most")
+            told = _exchange(self.messages[longest], self.message_bytes.get(longest))
+            lines.append(f"  messages under way: {told} from {longest}, which is most")
         if self.extrapolated:
             lines.append(f"  {self.beyond}")
         return "\n".join(lines)
@@ -136,6 +142,11 @@ class PlanCost:
         if not first:
             return ""
         return f"beyond what was measured: {', '.join(first)}{f' and {more} more' if more > 0 else ''}"
+
+
+def _exchange(seconds: float, num_bytes: float | None) -> str:
+    """``1.5 ms (2 MB)``."""
+    return amount(seconds, "s") + (f" ({amount(num_bytes, 'B')})" if num_bytes is not None else "")
 
 
 def spans(ranks: Sequence[int]) -> str:

@@ -27,7 +27,7 @@ ADDITION_PASSES = 3
 class Reduction:
     """``seconds``: of the gradient of each trained parameter by value name, with the gathering of what ZeRO updated elsewhere.
     ``num_bytes``, ``axes``: of its gradient, and what it is summed over. ``accumulation_s``: of adding up the gradients of all
-    microbatches, in place.
+    microbatches, in place. ``num_exchanges``: the collectives that a gradient goes through, one after the other.
     """
 
     seconds: Mapping[str, float]
@@ -36,10 +36,16 @@ class Reduction:
     optimizer_s: float
     bucket_bytes: float
     accumulation_s: float = 0.0
+    num_exchanges: int = 1
 
     @property
     def total_s(self) -> float:
         return sum(self.seconds.values())
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all that is summed or gathered, each time counted."""
+        return self.num_exchanges * sum(size for name, size in self.num_bytes.items() if self.seconds[name])
 
     @property
     def name(self) -> str:
@@ -67,6 +73,7 @@ class Reduction:
         on = tuple(range(config.plan_ngpus)) if ranks is None else ranks
         cap = config.reducer_bucket_cap_mb
         bucket_bytes = DEFAULT_BUCKET_BYTES if cap is None else cap * 2**20
+        collectives = _collectives(config, num_microbatches)
         seconds: dict[str, float] = {}
         sizes: dict[str, int] = {}
         axes: dict[str, tuple[str, ...]] = {}
@@ -91,11 +98,11 @@ class Reduction:
                     unit_size=config.plan_ngpus * pieces,
                     bucket_bytes=bucket_bytes, collective=collective, elsewhere=others,
                 )
-                for collective in _collectives(config, num_microbatches)
+                for collective in collectives
             )  # fmt: skip
             step_s += update_s(declaration, mesh, config, hardware, optimizer)
         added_s = 0.0 if config.use_zero == 2 else accumulation_s(sizes.values(), num_microbatches, hardware)
-        return cls(seconds, sizes, axes, step_s, bucket_bytes, added_s)
+        return cls(seconds, sizes, axes, step_s, bucket_bytes, added_s, len(collectives))
 
 
 def accumulation_s(sizes: Iterable[int], num_microbatches: int, hardware: Hardware) -> float:

@@ -82,7 +82,7 @@ def _sections(plan: Plan, cost: PlanCost, hardware: Hardware, limit: float) -> l
         Section(
             title="Communication",
             text=_about_communication(cost),
-            columns=("axis and collective, or message", "of a step, on the rank that has most"),
+            columns=("axis and collective, or message", "time in a step", "bytes in a step"),
             rows=_communication(cost),
         ),
         Section(
@@ -104,17 +104,26 @@ def _sections(plan: Plan, cost: PlanCost, hardware: Hardware, limit: float) -> l
     ]
 
 
-def _communication(cost: PlanCost) -> list[tuple[str, str]]:
-    names = dict.fromkeys(name for rank in cost.ranks for name in rank.comm_s)
-    most = {name: max(rank.comm_s.get(name, 0.0) for rank in cost.ranks) for name in names}
-    most |= {f"messages, {name}": seconds for name, seconds in cost.messages.items()}
-    return [(name, amount(seconds, "s")) for name, seconds in sorted(most.items(), key=lambda item: -item[1])]
+def _communication(cost: PlanCost) -> list[tuple[str, str, str]]:
+    most: dict[str, tuple[float, float]] = {}
+    for rank in cost.ranks:
+        for name, seconds in rank.comm_s.items():
+            most[name] = max(most.get(name, (0.0, 0.0)), (seconds, rank.comm_bytes.get(name, 0.0)))
+    most |= {f"messages, {name}": (seconds, cost.message_bytes.get(name, 0.0)) for name, seconds in cost.messages.items()}
+    ordered = sorted(most.items(), key=lambda item: -item[1][0])
+    return [(name, amount(seconds, "s"), amount(num_bytes, "B")) for name, (seconds, num_bytes) in ordered]
 
 
 def _about_communication(cost: PlanCost) -> str:
+    if not cost.messages and not any(rank.comm_s for rank in cost.ranks):
+        return "None."
+    words = ["Of collectives, on the rank that has most: the bytes of what is summed, gathered or exchanged."] * any(
+        rank.comm_s for rank in cost.ranks
+    )
     if cost.messages:
-        return "Messages between stages are under way beside other work; what that does not hide is waiting."
-    return "" if any(r.comm_s for r in cost.ranks) else "None."
+        words.append("Messages between stages are under way beside other work; what that does not hide is waiting.")
+        words.append("Their bytes are those of all ranks together.")
+    return " ".join(words)
 
 
 def _alike(parts: Iterable[tuple[int, dict[str, float]]]) -> tuple[list[Bar], str]:

@@ -16,6 +16,7 @@ from shardwright.compiler.cost.hardware import load_hardware
 from shardwright.compiler.cost.pipeline_time import transfer_seconds
 from shardwright.compiler.cost.plan_cost import PlanCost, RankCost
 from shardwright.compiler.cost.rank_memory import RankMemory
+from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.report.page import Section, page
 from shardwright.runtime.config import ComputeConfig
@@ -74,8 +75,15 @@ def test_the_page_has_every_part_and_needs_nothing_else(policy: str) -> None:
     assert ("waiting in the pipeline" in read.texts) == (policy == "hybrid")
     if policy == "tp":
         assert read.texts.count("ranks 0-3") == 2 and "tp all_reduce" in read.texts  # bars of memory and of time
+        row = read.texts.index("tp all_reduce", read.texts.index("bytes in a step"))
+        told = cost.ranks[0].comm_s["tp all_reduce"], cost.ranks[0].comm_bytes["tp all_reduce"]
+        assert [text for text in read.texts[row + 1 :] if text][:2] == [amount(told[0], "s"), amount(told[1], "B")]
+        assert f"tp all_reduce {amount(told[0], 's')} ({amount(told[1], 'B')})" in str(cost)
     else:
         assert {"messages, stage 0 to 1", "messages, stage 1 to 0"} <= set(read.texts)
+        row = read.texts.index("messages, stage 0 to 1")
+        num_bytes = cost.message_bytes["stage 0 to 1"]
+        assert [text for text in read.texts[row + 1 :] if text][1] == amount(num_bytes, "B")
         once = transfer_seconds(compiled.program, hardware)
         assert cost.messages == {f"stage {a} to {b}": 4 * seconds for (a, b), seconds in once.items()}
         assert PlanCost.from_json(json.loads(cost.dumps())) == cost and "messages under way: " in str(cost)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from shardwright.compiler.plan.plan import Plan
     from shardwright.compiler.search import search_plan
     from shardwright.policies.registry import register_policy
-    from shardwright.runtime.broadcast import broadcast_weights
     from shardwright.runtime.checkpoint.deduped import deduped_state_dict, load_deduped_state_dict
     from shardwright.runtime.checkpoint.load import load_checkpoint
     from shardwright.runtime.checkpoint.merge_files import merge_checkpoint, read_checkpoint
@@ -40,11 +39,12 @@ if TYPE_CHECKING:
     )
     from shardwright.runtime.layout import Layout, Mesh
     from shardwright.runtime.loader import load_class
-    from shardwright.runtime.loss_scaling import LossScaler
-    from shardwright.runtime.module import ParallelModule
-    from shardwright.runtime.optimizer import build_optimizer
-    from shardwright.runtime.threads import run_ranks
-    from shardwright.runtime.world import count_communication
+    from shardwright.runtime.module.broadcast import broadcast_weights
+    from shardwright.runtime.module.parallel_module import ParallelModule
+    from shardwright.runtime.ranks.threads import run_ranks
+    from shardwright.runtime.ranks.world import count_communication
+    from shardwright.runtime.training.loss_scaling import LossScaler
+    from shardwright.runtime.training.optimizer import build_optimizer
 
 __version__ = "0.1.0"
 
@@ -106,18 +106,18 @@ _MODULES = {
     "InternalError": "shardwright.runtime.errors",
     "Layout": "shardwright.runtime.layout",
     "LoadError": "shardwright.runtime.errors",
-    "LossScaler": "shardwright.runtime.loss_scaling",
+    "LossScaler": "shardwright.runtime.training.loss_scaling",
     "Mesh": "shardwright.runtime.layout",
-    "ParallelModule": "shardwright.runtime.module",
+    "ParallelModule": "shardwright.runtime.module.parallel_module",
     "Plan": "shardwright.compiler.plan.plan",
     "PlanError": "shardwright.runtime.errors",
     "ReuseType": "shardwright.runtime.config",
     "ShardwrightError": "shardwright.runtime.errors",
     "TraceError": "shardwright.runtime.errors",
     "UsageError": "shardwright.runtime.errors",
-    "broadcast_weights": "shardwright.runtime.broadcast",
-    "build_optimizer": "shardwright.runtime.optimizer",
-    "count_communication": "shardwright.runtime.world",
+    "broadcast_weights": "shardwright.runtime.module.broadcast",
+    "build_optimizer": "shardwright.runtime.training.optimizer",
+    "count_communication": "shardwright.runtime.ranks.world",
     "deduped_state_dict": "shardwright.runtime.checkpoint.deduped",
     "export_pretrained": "shardwright.runtime.checkpoint.pretrained",
     "load_checkpoint": "shardwright.runtime.checkpoint.load",
@@ -132,7 +132,7 @@ _MODULES = {
     "read_checkpoint": "shardwright.runtime.checkpoint.merge_files",
     "register_op": "shardwright.compiler.ops.register",
     "register_policy": "shardwright.policies.registry",
-    "run_ranks": "shardwright.runtime.threads",
+    "run_ranks": "shardwright.runtime.ranks.threads",
     "save_checkpoint": "shardwright.runtime.checkpoint.save",
     "search_plan": "shardwright.compiler.search",
 }

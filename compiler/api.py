@@ -22,9 +22,9 @@ from shardwright.runtime.config import BroadcastGenFilesStrategy, ComputeConfig,
 from shardwright.runtime.errors import ConfigError, DistributedError, LoadError, did_you_mean
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.manifest import MANIFEST_FILE, read_file, sha256
-from shardwright.runtime.module import ParallelModule
-from shardwright.runtime.threads import ThreadWorld
-from shardwright.runtime.world import World, current_world
+from shardwright.runtime.module.parallel_module import ParallelModule
+from shardwright.runtime.ranks.threads import ThreadWorld
+from shardwright.runtime.ranks.world import World, current_world
 
 Choice = TypeVar("Choice", bound=Enum)
 

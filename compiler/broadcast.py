@@ -23,7 +23,7 @@ from shardwright.compiler.locks import directory_lock
 from shardwright.runtime.config import BroadcastGenFilesStrategy
 from shardwright.runtime.errors import DistributedError
 from shardwright.runtime.manifest import MANIFEST_FILE, Manifest
-from shardwright.runtime.weights import WEIGHTS_FILE
+from shardwright.runtime.module.weights import WEIGHTS_FILE
 
 CHUNK_BYTES = 64 * 2**20
 

@@ -31,8 +31,8 @@ from shardwright.runtime.checkpoint.tensor_files import digest_tensors, write_te
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, LoadError
 from shardwright.runtime.manifest import MANIFEST_FILE, Manifest, code_file, read_file, sha256
+from shardwright.runtime.module.weights import CONSTANTS_FILE, WEIGHTS_FILE
 from shardwright.runtime.swap import recover_folder, write_folder
-from shardwright.runtime.weights import CONSTANTS_FILE, WEIGHTS_FILE
 
 PLAN_FILE = "plan.json"
 

@@ -26,11 +26,11 @@ from shardwright.compiler.trace.autocast import no_autocast
 from shardwright.compiler.weights import Tensors, initial_values
 from shardwright.policies.policy import Policy
 from shardwright.runtime.config import ComputeConfig, ReuseType
-from shardwright.runtime.declarations import Declaration, Kind
 from shardwright.runtime.errors import ConfigError, PlanError
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.manifest import Manifest, sha256
-from shardwright.runtime.weights import CONSTANTS_FILE, WEIGHTS_FILE
+from shardwright.runtime.module.declarations import Declaration, Kind
+from shardwright.runtime.module.weights import CONSTANTS_FILE, WEIGHTS_FILE
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The initial values of a model, as they are stored beside the generated code.
 
-Two files (see ``shardwright.runtime.weights``): the weights, which a checkpoint may replace, and the constants, which no
+Two files (see ``shardwright.runtime.module.weights``): the weights, which a checkpoint may replace, and the constants, which no
 checkpoint holds. Tensors on the meta device have no values and are left out.
 """
 

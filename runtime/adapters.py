@@ -25,9 +25,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwright.runtime.communicator import PendingPieces
-from shardwright.runtime.counters import Phase
-from shardwright.runtime.groups import AxisGroup
 from shardwright.runtime.layout import Cut
 from shardwright.runtime.pieces import (
     is_plain,
@@ -39,6 +36,9 @@ from shardwright.runtime.pieces import (
     take_pieces,
     whole_cut,
 )
+from shardwright.runtime.ranks.communicator import PendingPieces
+from shardwright.runtime.ranks.counters import Phase
+from shardwright.runtime.ranks.groups import AxisGroup
 
 
 def all_gather(

@@ -32,11 +32,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwright.runtime.adapters import Gathering, reduced_piece, sliced_piece, start_gather
-from shardwright.runtime.counters import Phase
 from shardwright.runtime.errors import UsageError
-from shardwright.runtime.groups import AxisGroup
 from shardwright.runtime.layout import Cut
 from shardwright.runtime.pieces import whole_cut
+from shardwright.runtime.ranks.counters import Phase
+from shardwright.runtime.ranks.groups import AxisGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from types import ModuleType
 
 from shardwright.runtime.errors import LoadError
 from shardwright.runtime.manifest import Manifest, code_file, read_file, sha256
-from shardwright.runtime.module import ParallelModule
-from shardwright.runtime.world import current_world
+from shardwright.runtime.module.parallel_module import ParallelModule
+from shardwright.runtime.ranks.world import current_world
 
 _serial = itertools.count()
 

@@ -13,9 +13,9 @@ import torch
 
 from shardwright import __version__
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.declarations import Declaration
 from shardwright.runtime.errors import LoadError
 from shardwright.runtime.layout import Mesh
+from shardwright.runtime.module.declarations import Declaration
 from shardwright.runtime.swap import write_file
 
 MANIFEST_FILE = "manifest.json"

@@ -37,7 +37,7 @@ from shardwright.compiler.cost.hardware import COLLECTIVES, Device, Hardware, Ti
 from shardwright.compiler.cost.operators import ATTENTION
 from shardwright.compiler.schedule.sharing import Sharing
 from shardwright.runtime.errors import ConfigError
-from shardwright.runtime.world import World
+from shardwright.runtime.ranks.world import World
 
 TIER_NAMES = ("node", "network")
 """Innermost first; ranks of one machine have the first only."""

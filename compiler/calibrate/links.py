@@ -19,8 +19,8 @@ from torch import Tensor
 from shardwright.compiler.calibrate.effort import Effort
 from shardwright.compiler.calibrate.timing import synchronize
 from shardwright.compiler.cost.hardware import COLLECTIVES
-from shardwright.runtime.communicator import Communicator
-from shardwright.runtime.world import World
+from shardwright.runtime.ranks.communicator import Communicator
+from shardwright.runtime.ranks.world import World
 
 WARM_UP_CALLS = 2
 NUM_BATCHES = 7

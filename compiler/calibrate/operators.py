@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from shardwright.compiler.calibrate.effort import Effort
 from shardwright.compiler.calibrate.timing import seconds_per_call
-from shardwright.runtime.world import World
+from shardwright.runtime.ranks.world import World
 
 Point = dict[str, Any]
 """One measurement: what was measured, and ``seconds``."""

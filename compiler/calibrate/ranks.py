@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from shardwright.runtime.world import DistributedWorld, World
+from shardwright.runtime.ranks.world import DistributedWorld, World
 
 Measure = Callable[[World, bool], dict[str, Any]]
 """``measure(world, quick)``: JSON values; a function of a module, as new processes import it."""

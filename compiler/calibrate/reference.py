@@ -27,7 +27,7 @@ from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.passes.rules import attach_rules
 from shardwright.compiler.trace.api import trace
 from shardwright.runtime.layout import Mesh
-from shardwright.runtime.world import World
+from shardwright.runtime.ranks.world import World
 
 FETCHED = ((256, 256, 256), (512, 192, 768), (512, 768, 192))
 """``(m, n, k)`` of products whose operands are fetched from memory."""

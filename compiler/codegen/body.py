@@ -31,8 +31,8 @@ from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Instr
 RUNTIME_IMPORTS = {
     "Mesh": "from shardwright.runtime.layout import Mesh",
     "Cut": "from shardwright.runtime.layout import Cut",
-    "ParallelModule": "from shardwright.runtime.module import ParallelModule",
-    "ABSENT": "from shardwright.runtime.inputs import ABSENT",
+    "ParallelModule": "from shardwright.runtime.module.parallel_module import ParallelModule",
+    "ABSENT": "from shardwright.runtime.module.inputs import ABSENT",
     "flatten": "from shardwright.runtime.structure import flatten",
     "recompute": "from shardwright.runtime.recompute import recompute",
     "rebuild": "from shardwright.runtime.structure import rebuild",

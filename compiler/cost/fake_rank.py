@@ -22,11 +22,11 @@ from shardwright.compiler.ir.size import Size, to_python
 from shardwright.compiler.ops.render import call_source, imports_of
 from shardwright.compiler.plan.conversion import AdapterStep, CutSizes
 from shardwright.runtime import adapters
-from shardwright.runtime.communicator import Communicator, ReduceOp, Work
-from shardwright.runtime.counters import CommunicationCounters
-from shardwright.runtime.groups import AxisGroup
 from shardwright.runtime.layout import Cut, Mesh
 from shardwright.runtime.ops.random import RngMode, RngState
+from shardwright.runtime.ranks.communicator import Communicator, ReduceOp, Work
+from shardwright.runtime.ranks.counters import CommunicationCounters
+from shardwright.runtime.ranks.groups import AxisGroup
 
 REFUSALS = (RuntimeError, ValueError, TypeError, IndexError)
 """What a call raises that cannot run without numbers: torch's exceptions for fake tensors are RuntimeErrors, functions that

@@ -1,4 +1,4 @@
-"""The gradients of a rank's parameters in the books, as ``runtime.reducer`` and ``runtime.zero`` hold them.
+"""The gradients of a rank's parameters in the books, as ``runtime.training.reducer`` and ``runtime.zero`` hold them.
 
 Gradients that are summed over ranks move into buckets. A bucket's buffer stays from step to step; with stage 2 of ZeRO it is
 made when the first gradient comes, and is this rank's slice of the sum once it is complete. Where gradients are tensors of
@@ -22,8 +22,8 @@ from shardwright.runtime.zero.settings import ReductionSettings
 GRADIENT, TEMPORARY = "gradient", "temporary"
 
 EXCHANGES = 2
-"""Sums under way that need room of their own (``runtime.process_group.EXCHANGES_UNDER_WAY``), and buckets of parameters that
-are gathered at a time."""
+"""Sums under way that need room of their own (``runtime.ranks.process_group.EXCHANGES_UNDER_WAY``), and buckets of
+parameters that are gathered at a time."""
 
 STEP_TEMPORARIES = 2
 """Tensors of the size of a parameter that torch's optimizers with state make while they update it."""
@@ -130,7 +130,7 @@ class GradientBooks:
     # ------------------------------------------------------------------------------------------------ buckets
 
     def _packed(self, trained: Sequence[Trained]) -> list[list[Trained]]:
-        """As ``runtime.bucket.pack`` deals them: from the last parameter on."""
+        """As ``runtime.training.bucket.pack`` deals them: from the last parameter on."""
         settings = self._settings
         filling: dict[object, tuple[list[Trained], float]] = {}
         packed: list[list[Trained]] = []

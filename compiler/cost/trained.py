@@ -42,12 +42,11 @@ def updated_shares(packed: Sequence[Trained], optimizer: OptimizerMemory, config
     """
     if optimizer.is_elementwise:
         return {item.name: 1 / item.shards for item in packed}
-    groups: dict[object, list[Trained]] = {}
+    groups: dict[tuple[object, int], list[Trained]] = {}
     for item in packed:
         groups.setdefault((item.group, item.shards), []).append(item)
     shares: dict[str, float] = {}
     for (_, num_ranks), items in groups.items():
-        assert isinstance(num_ranks, int)
         owners = balanced_owners([item.num_elements for item in items], num_ranks)
         kept = [0.0] * num_ranks
         for item, owner in zip(items, owners, strict=True):

@@ -35,10 +35,10 @@ from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.shards import DisagreementError, accepted, dual, is_continuous, joined, largest_difference, shards
 from shardwright.compiler.ops.strategy import Assignment, allowed, layouts, strategies
 from shardwright.runtime.errors import AnnotationError
-from shardwright.runtime.groups import RankMesh
 from shardwright.runtime.layout import Layout, Mesh, piece
 from shardwright.runtime.ops.random import RngState
-from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.ranks.groups import RankMesh
+from shardwright.runtime.ranks.threads import run_ranks
 
 Operator = Callable[..., Any] | OpDef
 """A function that has a rule, or an entry of the registry."""

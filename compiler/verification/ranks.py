@@ -15,8 +15,8 @@ from shardwright.compiler.verification.reference import OptimizerFactory, Refere
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.manifest import Manifest
-from shardwright.runtime.optimizer import build_optimizer
-from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.training.optimizer import build_optimizer
 from shardwright.runtime.zero.gathering import gathered_gradients
 
 Samples = Sequence[Sequence[Mapping[str, Any]]]

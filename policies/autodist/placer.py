@@ -116,10 +116,7 @@ def _too_large(found: Infeasible, request: PlacementRequest, pricing: Pricing) -
     nodes = formulate(request, pricing).nodes
     names = [_name(nodes[index]) for index in found.nodes[:3]]
     least, limit = (amount(num_bytes, "B", digits=4) for num_bytes in (found.least_usage, request.memory_limit_bytes))
-    return (
-        f"at least {least}, and {limit} are allowed; "
-        f"most of it for {', '.join(names)}"
-    )
+    return f"at least {least}, and {limit} are allowed; most of it for {', '.join(names)}"
 
 
 def _name(node: Node) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardwright.runtime.errors import CheckpointError, ShardwrightError
-from shardwright.runtime.world import World
+from shardwright.runtime.ranks.world import World
 
 
 @contextmanager

@@ -25,10 +25,10 @@ from shardwright.runtime.checkpoint.optimizer_state import (
 )
 from shardwright.runtime.checkpoint.state_place import PARAM_SHARDS, StatePlace, num_shared, state_places
 from shardwright.runtime.checkpoint.values import decode, encode
-from shardwright.runtime.communicator import Communicator
 from shardwright.runtime.errors import CheckpointError
+from shardwright.runtime.ranks.communicator import Communicator
+from shardwright.runtime.ranks.world import World, current_world
 from shardwright.runtime.regions import Region, copy_shared
-from shardwright.runtime.world import World, current_world
 
 GROUP = "checkpoint"
 """The name under which communication is counted."""

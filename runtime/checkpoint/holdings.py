@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.runtime.module import ParallelModule
+from shardwright.runtime.module.parallel_module import ParallelModule
+from shardwright.runtime.ranks.world import current_world
 from shardwright.runtime.regions import Region
-from shardwright.runtime.world import current_world
 
 EXTRA_STATE = "_extra_state"
 """The last part of a state dict key that holds no tensor."""

@@ -25,7 +25,7 @@ from shardwright.runtime.checkpoint.save import finish_pending
 from shardwright.runtime.checkpoint.state_place import StatePlace, state_places
 from shardwright.runtime.checkpoint.values import decode
 from shardwright.runtime.errors import CheckpointError
-from shardwright.runtime.world import World, current_world
+from shardwright.runtime.ranks.world import World, current_world
 from shardwright.runtime.zero.state import MASTER
 
 

@@ -19,9 +19,9 @@ from shardwright.runtime.checkpoint.merge_files import checked_index, write_mode
 from shardwright.runtime.checkpoint.optimizer_state import listed
 from shardwright.runtime.checkpoint.tensor_files import MappedFiles
 from shardwright.runtime.errors import CheckpointError
+from shardwright.runtime.ranks.world import current_world
 from shardwright.runtime.regions import Region, copy_shared
 from shardwright.runtime.swap import write_file, write_folder
-from shardwright.runtime.world import current_world
 
 CONFIG_FILE = "config.json"
 MODEL_FILE = "model.safetensors"

@@ -31,9 +31,9 @@ from shardwright.runtime.checkpoint.state_place import StatePlace, state_places
 from shardwright.runtime.checkpoint.tensor_files import TensorSource, check_dtype, write_tensors
 from shardwright.runtime.checkpoint.values import encode
 from shardwright.runtime.errors import CheckpointError, ConfigError
+from shardwright.runtime.ranks.world import World, current_world
 from shardwright.runtime.regions import Region
 from shardwright.runtime.swap import write_file
-from shardwright.runtime.world import World, current_world
 
 PATIENCE_S = 1800.0
 """How long rank 0 waits in the background for files of other ranks after the last one came."""

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shardwright.runtime.counters import Phase
-from shardwright.runtime.groups import AxisGroup
+from shardwright.runtime.ranks.counters import Phase
+from shardwright.runtime.ranks.groups import AxisGroup
 
 _HALF = (torch.float16, torch.bfloat16)
 

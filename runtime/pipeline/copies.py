@@ -14,11 +14,11 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from shardwright.runtime.communicator import Work
-from shardwright.runtime.groups import RankMesh
 from shardwright.runtime.layout import Layout
-from shardwright.runtime.messages import Messages
 from shardwright.runtime.pipeline.segment import Stage, box_shape, part
+from shardwright.runtime.ranks.communicator import Work
+from shardwright.runtime.ranks.groups import RankMesh
+from shardwright.runtime.ranks.messages import Messages
 from shardwright.runtime.transfer import Box, Holding, pieces
 
 

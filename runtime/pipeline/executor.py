@@ -15,8 +15,8 @@ from shardwright.runtime.pipeline.backward import SplitBackward
 from shardwright.runtime.pipeline.segment import Transfer
 from shardwright.runtime.pipeline.transfers import Exchange, Routes
 from shardwright.runtime.recompute import num_recomputed
-from shardwright.runtime.reducer import Reducer
 from shardwright.runtime.schedule import ActionKind, ScheduleAction
+from shardwright.runtime.training.reducer import Reducer
 
 Leaves = dict[str, Tensor]
 """Tensors by their path in a sample or a result."""

@@ -32,7 +32,7 @@ A generated class looks like this (rank 2 of 4, two stages of tp=2):
         def output(self, leaves):
             return CausalLMOutput(loss=leaves["loss"], logits=leaves["logits"])
 
-Gradients that flow between stages are those of one sample; see :mod:`shardwright.runtime.end2end` for steps.
+Gradients that flow between stages are those of one sample; see :mod:`shardwright.runtime.module.end2end` for steps.
 """
 
 from __future__ import annotations
@@ -45,10 +45,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from shardwright.runtime.call_checks import check_requires_grad
-from shardwright.runtime.communicator import Communicator
-from shardwright.runtime.declarations import Declaration
-from shardwright.runtime.end2end import (
+from shardwright.runtime.errors import UsageError
+from shardwright.runtime.layout import ZERO, Mesh
+from shardwright.runtime.manifest import Manifest
+from shardwright.runtime.module.call_checks import check_requires_grad
+from shardwright.runtime.module.declarations import Declaration
+from shardwright.runtime.module.end2end import (
     ScaleFunction,
     check_dummies,
     check_samples,
@@ -56,22 +58,20 @@ from shardwright.runtime.end2end import (
     reducer_of,
     scaled,
 )
-from shardwright.runtime.errors import UsageError
-from shardwright.runtime.extra_state import check_stages
-from shardwright.runtime.gradnorm import counts_here
-from shardwright.runtime.groups import UNITS, AxisGroup, RankMesh
-from shardwright.runtime.layout import ZERO, Mesh
-from shardwright.runtime.manifest import Manifest
-from shardwright.runtime.messages import STAGES, Messages
-from shardwright.runtime.module import ParallelModule, generated_directory
+from shardwright.runtime.module.extra_state import check_stages
+from shardwright.runtime.module.parallel_module import ParallelModule, generated_directory
 from shardwright.runtime.pipeline.body import Body, Sizes
 from shardwright.runtime.pipeline.copies import Copies
 from shardwright.runtime.pipeline.executor import Executor, InFlight, Leaves, Step
 from shardwright.runtime.pipeline.samples import SampleTable
 from shardwright.runtime.pipeline.segment import Segment, Stage
 from shardwright.runtime.pipeline.transfers import Exchange
+from shardwright.runtime.ranks.communicator import Communicator
+from shardwright.runtime.ranks.groups import UNITS, AxisGroup, RankMesh
+from shardwright.runtime.ranks.messages import STAGES, Messages
+from shardwright.runtime.ranks.world import World
 from shardwright.runtime.schedule import ActionKind, ScheduleAction, parse_actions
-from shardwright.runtime.world import World
+from shardwright.runtime.training.gradnorm import counts_here
 
 
 class PipelineModule(ParallelModule):

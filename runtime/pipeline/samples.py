@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from shardwright.runtime.checksum import checksum
-from shardwright.runtime.communicator import Communicator
-from shardwright.runtime.end2end import arguments_of
 from shardwright.runtime.errors import InputError
-from shardwright.runtime.groups import RankMesh
-from shardwright.runtime.inputs import InputTable, TensorSpec
+from shardwright.runtime.module.end2end import arguments_of
+from shardwright.runtime.module.inputs import InputTable, TensorSpec
 from shardwright.runtime.pipeline.body import Sizes
 from shardwright.runtime.pipeline.executor import Leaves
+from shardwright.runtime.ranks.checksum import checksum
+from shardwright.runtime.ranks.communicator import Communicator
+from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.structure import flatten
 
 UNKNOWN = -1

@@ -1,9 +1,9 @@
 """What crosses between stages in one step: receives posted ahead, sends under way, hand-overs between stages of one rank.
 
-Messages from one rank to another are one channel (see :mod:`shardwright.runtime.messages`). The sender sends what an action
-made right after it, in the order of ``(receiving stage, name, box)``. A receiver knows the actions of its peers, so it posts
-the receives of each channel in the order in which its peer sends, as far ahead as :data:`AHEAD` says, and further where a
-message it needs comes after others of the channel.
+Messages from one rank to another are one channel (see :mod:`~shardwright.runtime.ranks.messages`). The sender sends what
+an action made right after it, in the order of ``(receiving stage, name, box)``. A receiver knows the actions of its
+peers, so it posts the receives of each channel in the order in which its peer sends, as far ahead as :data:`AHEAD` says, and
+further where a message it needs comes after others of the channel.
 
 What is sent must live until it is gone, and not every transport tells when that is: gloo does so to nobody who does not wait.
 But a rank sends what an action made after it has received what the action needs. So what comes from a peer tells that
@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwright.runtime.communicator import Work
-from shardwright.runtime.counters import Phase
 from shardwright.runtime.errors import UsageError
-from shardwright.runtime.messages import Messages, Sending
 from shardwright.runtime.pipeline.segment import Segment, Transfer, box_shape, part
+from shardwright.runtime.ranks.communicator import Work
+from shardwright.runtime.ranks.counters import Phase
+from shardwright.runtime.ranks.messages import Messages, Sending
 from shardwright.runtime.schedule import ActionKind, Payload, ScheduleAction
 from shardwright.runtime.transfer import Box
 

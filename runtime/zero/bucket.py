@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardwright.runtime.bucket import Bucket, GradientSum, dense, hold_gradients_in, set_reduced
-from shardwright.runtime.communicator import Work
+from shardwright.runtime.ranks.communicator import Work
+from shardwright.runtime.training.bucket import Bucket, GradientSum, dense, hold_gradients_in, set_reduced
 from shardwright.runtime.zero.arena import Arena
 from shardwright.runtime.zero.groups import ZeroGroup
 from shardwright.runtime.zero.settings import ReductionSettings

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwright.runtime.bucket import Bucket, GradientSum, hold_gradients_in
 from shardwright.runtime.errors import ConfigError
-from shardwright.runtime.world import World
+from shardwright.runtime.ranks.world import World
+from shardwright.runtime.training.bucket import Bucket, GradientSum, hold_gradients_in
 from shardwright.runtime.zero.arena import Arenas
 from shardwright.runtime.zero.bucket import ShardedBucket
 from shardwright.runtime.zero.gathering import make_contiguous

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.runtime.communicator import Communicator
 from shardwright.runtime.errors import ConfigError
+from shardwright.runtime.ranks.communicator import Communicator
+from shardwright.runtime.ranks.world import World
 from shardwright.runtime.regions import Region, copy_shared
-from shardwright.runtime.world import World
 from shardwright.runtime.zero.settings import ReductionSettings
 from shardwright.runtime.zero.shards import ParameterShard
 from shardwright.runtime.zero.wholes import CutParameter, WholeParameter

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwright.runtime.bucket import Bucket, GradientSum
-from shardwright.runtime.communicator import Work
+from shardwright.runtime.ranks.communicator import Work
+from shardwright.runtime.training.bucket import Bucket, GradientSum
 from shardwright.runtime.zero.awaited import await_parameters
 from shardwright.runtime.zero.bucket import ShardedBucket
 from shardwright.runtime.zero.shards import fill, note_written

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardwright.runtime.communicator import Communicator
-from shardwright.runtime.world import World
+from shardwright.runtime.ranks.communicator import Communicator
+from shardwright.runtime.ranks.world import World
 
 
 @dataclass(frozen=True, slots=True)

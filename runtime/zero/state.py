@@ -12,7 +12,7 @@ from shardwright.runtime.zero.shards import ParameterShard
 from shardwright.runtime.zero.wholes import WHOLE, WholeParameter
 
 if TYPE_CHECKING:
-    from shardwright.runtime.optimizer import ParallelOptimizer
+    from shardwright.runtime.training.optimizer import ParallelOptimizer
 
 MASTER = "shardwright.master"
 """The key of a parameter's master beside the optimizer's own state of it."""

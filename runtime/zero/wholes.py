@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from shardwright.runtime.groups import RankMesh
 from shardwright.runtime.layout import Layout
+from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.regions import Region
 from shardwright.runtime.zero.remainders import is_rounded, placeholder
 

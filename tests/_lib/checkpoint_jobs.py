@@ -16,9 +16,9 @@ from torch import Tensor
 import shardwright
 from shardwright.runtime.checkpoint import save as saving
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.module import ParallelModule
-from shardwright.runtime.optimizer import ParallelOptimizer, build_optimizer
-from shardwright.runtime.world import current_world
+from shardwright.runtime.module.parallel_module import ParallelModule
+from shardwright.runtime.ranks.world import current_world
+from shardwright.runtime.training.optimizer import ParallelOptimizer, build_optimizer
 
 
 def save_and_resume(files: str, directory: str) -> dict[str, bool]:

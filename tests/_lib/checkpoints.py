@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import shardwright
 import shardwright.runtime.checkpoint.save  # (not later: under float64_casts its table of dtypes would be wrong)
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.optimizer import build_optimizer
-from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.training.optimizer import build_optimizer
 
 Plan = tuple[str, int, int]
 """Policy, ranks of the plan, ranks in all. ``"tp+zero1"``: policy ``tp``, optimizer state split; ``"tp+zero3"``: parameters in

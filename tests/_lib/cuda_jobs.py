@@ -23,8 +23,8 @@ from shardwright.compiler.verification.deviation import deviations
 from shardwright.compiler.verification.reference import adamw
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import DistributedError
-from shardwright.runtime.optimizer import build_optimizer
-from shardwright.runtime.world import current_world
+from shardwright.runtime.ranks.world import current_world
+from shardwright.runtime.training.optimizer import build_optimizer
 
 
 def collectives() -> tuple[str, dict[str, Any]]:

@@ -24,7 +24,7 @@ from shardwright.compiler.verification.reference import Reference, adamw, refere
 from shardwright.compiler.verification.samples import rolled
 from shardwright.runtime import structure
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.world import current_world
+from shardwright.runtime.ranks.world import current_world
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardwright.runtime.pipeline.transfers import Arrival, Exchange
-from shardwright.runtime.world import current_world
+from shardwright.runtime.ranks.world import current_world
 
 
 def tell_of_waiting(folder: Path) -> None:

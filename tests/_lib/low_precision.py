@@ -20,8 +20,8 @@ import shardwright
 from shardwright.compiler.verification.samples import rolled
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.optimizer import ParallelOptimizer, build_optimizer
-from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.training.optimizer import ParallelOptimizer, build_optimizer
 
 STEPS = 4
 SAMPLES = 2

@@ -14,8 +14,8 @@ from shardwright.compiler.compile import Compiled
 from shardwright.compiler.cost.live_bytes import LiveBytes
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.optimizer import build_optimizer
-from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.training.optimizer import build_optimizer
 
 
 def measured_peaks(

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.declarations import Declaration
 from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.manifest import Manifest, code_file, sha256
+from shardwright.runtime.module.declarations import Declaration
 
 WIDTH, HIDDEN, BATCH = 6, 10, 4
 
@@ -90,9 +90,9 @@ def source(rank: int, dp: int, tp: int) -> str:
 from torch.nn.functional import linear
 
 from shardwright.runtime.adapters import all_reduce, grad_all_reduce, narrow
-from shardwright.runtime.inputs import ABSENT
+from shardwright.runtime.module.inputs import ABSENT
 from shardwright.runtime.layout import Mesh
-from shardwright.runtime.module import ParallelModule
+from shardwright.runtime.module.parallel_module import ParallelModule
 
 
 class MLP(ParallelModule):

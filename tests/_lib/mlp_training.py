@@ -11,8 +11,8 @@ from mlp_files import MLP, declarations, make_batch
 from torch import Tensor, nn
 
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.optimizer import build_optimizer
-from shardwright.runtime.world import current_world
+from shardwright.runtime.ranks.world import current_world
+from shardwright.runtime.training.optimizer import build_optimizer
 
 STEPS = 3
 MAX_NORM = 5.0

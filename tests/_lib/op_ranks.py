@@ -9,9 +9,9 @@ import torch
 from placements import Placement, decode, encode, transposed
 from torch import Tensor
 
-from shardwright.runtime.groups import RankMesh
 from shardwright.runtime.layout import Mesh
-from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.ranks.groups import RankMesh
+from shardwright.runtime.ranks.threads import run_ranks
 
 
 def assert_parallel(

@@ -21,7 +21,7 @@ from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.trace.api import trace
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.optimizer import build_optimizer
+from shardwright.runtime.training.optimizer import build_optimizer
 
 SIZES = {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 256, "n_positions": 32, "use_cache": False}
 SAMPLES = 16

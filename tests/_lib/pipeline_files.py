@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from shardwright.runtime.declarations import Declaration
 from shardwright.runtime.layout import Layout, Mesh, piece
 from shardwright.runtime.manifest import Manifest, code_file, sha256
+from shardwright.runtime.module.declarations import Declaration
 from shardwright.runtime.pipeline.segment import Segment, Stage, Transfer
 from shardwright.runtime.transfer import Box
 

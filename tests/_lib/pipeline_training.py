@@ -13,8 +13,8 @@ from pipeline_files import Net, Pipe, declarations, make_sample, write_files
 from torch import Tensor
 
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.optimizer import build_optimizer
-from shardwright.runtime.world import current_world
+from shardwright.runtime.ranks.world import current_world
+from shardwright.runtime.training.optimizer import build_optimizer
 
 STEPS = 3
 

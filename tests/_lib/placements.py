@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from shardwright.runtime import adapters
-from shardwright.runtime.groups import AxisGroup
 from shardwright.runtime.layout import Cut
+from shardwright.runtime.ranks.groups import AxisGroup
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,13 @@ from shardwright.policies.policy import PolicyFunction
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.checkpoint.tensor_files import write_tensors
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.counters import CommunicationKey, CommunicationVolume
 from shardwright.runtime.layout import Atom, Layout, Mesh
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.manifest import Manifest, sha256
-from shardwright.runtime.threads import run_ranks
-from shardwright.runtime.weights import CONSTANTS_FILE, WEIGHTS_FILE
-from shardwright.runtime.world import count_communication
+from shardwright.runtime.module.weights import CONSTANTS_FILE, WEIGHTS_FILE
+from shardwright.runtime.ranks.counters import CommunicationKey, CommunicationVolume
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.ranks.world import count_communication
 
 
 def traced(module: nn.Module, inputs: Mapping[str, Any], **options: Any) -> IRGraph:

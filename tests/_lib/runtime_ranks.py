@@ -9,9 +9,9 @@ import torch
 from placements import Sharded, convert, encode, transposed
 
 from shardwright.runtime import adapters
-from shardwright.runtime.groups import RankMesh
 from shardwright.runtime.layout import Cut, Mesh
-from shardwright.runtime.world import count_communication, current_world
+from shardwright.runtime.ranks.groups import RankMesh
+from shardwright.runtime.ranks.world import count_communication, current_world
 
 
 def collectives() -> dict[str, Any]:

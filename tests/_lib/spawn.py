@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-PRELOADED = ["torch.distributed", "torch._dynamo", "shardwright.runtime.loader", "shardwright.runtime.optimizer"]
+PRELOADED = ["torch.distributed", "torch._dynamo", "shardwright.runtime.loader", "shardwright.runtime.training.optimizer"]
 """What the process that forks the ranks has imported before: all need it, and importing takes longer than their work."""
 
 

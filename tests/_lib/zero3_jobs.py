@@ -11,8 +11,8 @@ from torch import Tensor
 from shardwright.compiler.verification.reference import adamw
 from shardwright.compiler.verification.samples import rolled
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.optimizer import build_optimizer
-from shardwright.runtime.world import current_world
+from shardwright.runtime.ranks.world import current_world
+from shardwright.runtime.training.optimizer import build_optimizer
 
 
 def train(directory: Path, name: str, steps: int = 3) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import zoo
 from zero_training import OPTIMIZERS
 
 from shardwright.compiler.verification.verify import VerifyReport, verify
-from shardwright.runtime.optimizer import ParallelOptimizer
+from shardwright.runtime.training.optimizer import ParallelOptimizer
 
 FACTORS: dict[str, list[Any]] = {
     "model": ["gpt2", "resnet"],

@@ -12,8 +12,8 @@ from mlp_training import assert_equal_pieces
 from torch import Tensor, nn
 
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.optimizer import build_optimizer
-from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.training.optimizer import build_optimizer
 from shardwright.runtime.zero.gathering import gathered_gradients
 
 STEPS = 3

@@ -18,8 +18,8 @@ from shardwright.compiler.cost.operator_file import dumps_times
 from shardwright.compiler.cost.operators import OperatorTimes
 from shardwright.runtime.errors import ConfigError, DistributedError, LoadError, PlanError, TraceError
 from shardwright.runtime.manifest import Manifest, accept
-from shardwright.runtime.module import ParallelModule
-from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.module.parallel_module import ParallelModule
+from shardwright.runtime.ranks.threads import run_ranks
 
 
 def compile_net(savedir, model=None, policy="tp", **options):

@@ -15,7 +15,7 @@ from shardwright.compiler.cli import main
 from shardwright.compiler.cli_targets import load_model, load_target, read_settings
 from shardwright.compiler.verification.verify import verify
 from shardwright.runtime.errors import ConfigError
-from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.ranks.threads import run_ranks
 
 MODELS = '''
 import torch

@@ -12,8 +12,8 @@ from torch import nn
 from shardwright.compiler.api import parallelize
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
-from shardwright.runtime.threads import run_ranks
-from shardwright.runtime.world import count_communication
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.ranks.world import count_communication
 
 CONFIG = {"plan_ngpus": 2, "runtime_ngpus": 2}
 Pair = namedtuple("Pair", ["logits", "loss"])

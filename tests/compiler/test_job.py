@@ -10,8 +10,8 @@ import torch.distributed as dist
 from shardwright.compiler import job as job_module
 from shardwright.compiler.job import Job, StoreExchange, WorldExchange
 from shardwright.runtime.errors import DistributedError, TraceError
-from shardwright.runtime.threads import run_ranks
-from shardwright.runtime.world import current_world
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.ranks.world import current_world
 
 
 def on_ranks(num_ranks, act, store_timeout=timedelta(minutes=5)):

@@ -9,8 +9,8 @@ from mlp_training import adamw
 
 import shardwright
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.optimizer import build_optimizer
-from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.training.optimizer import build_optimizer
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from shardwright.runtime.adapters import all_gather, all_reduce, narrow
 from shardwright.runtime.layout import Mesh
-from shardwright.runtime.module import ParallelModule
+from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.ops import cross_entropy, dropout
 
 

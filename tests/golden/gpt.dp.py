@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwright.runtime.layout import Mesh
-from shardwright.runtime.module import ParallelModule
+from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.ops import dropout
 
 

@@ -14,9 +14,9 @@ from shardwright.compiler.verification.samples import rolled
 from shardwright.compiler.verification.verify import compile_into
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.loss_scaling import LossScaler
-from shardwright.runtime.optimizer import build_optimizer
-from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.training.loss_scaling import LossScaler
+from shardwright.runtime.training.optimizer import build_optimizer
 
 PLANS: list[tuple[str, dict[str, Any]]] = [
     ("dp", {"plan_ngpus": 1, "runtime_ngpus": 2}),

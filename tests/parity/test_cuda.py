@@ -12,7 +12,7 @@ from device_parity import cases, host
 from parity import assert_close_tree
 from spawn import run_processes
 
-from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.ranks.threads import run_ranks
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import shardwright
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.optimizer import ParallelOptimizer, build_optimizer
-from shardwright.runtime.threads import run_ranks
-from shardwright.runtime.world import count_communication
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.ranks.world import count_communication
+from shardwright.runtime.training.optimizer import ParallelOptimizer, build_optimizer
 from shardwright.runtime.zero.gathering import gathered_gradients
 from shardwright.runtime.zero.remainders import is_rounded
 

@@ -19,8 +19,8 @@ from shardwright.compiler.verification.samples import rolled
 from shardwright.compiler.verification.verify import compile_into
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.optimizer import build_optimizer
-from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.training.optimizer import build_optimizer
 from shardwright.runtime.zero.gathering import gathered_gradients
 
 MAX_NORM = 0.05

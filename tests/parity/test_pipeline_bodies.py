@@ -19,7 +19,7 @@ from shardwright.compiler.verification.verify import compile_into
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import InputError, PlanError
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.ranks.threads import run_ranks
 
 DIMS = {name: {0: "batch", 1: "seq"} for name in ("input_ids", "labels")}
 SIZES = [(4, 8), (6, 5), (3, 7), (2, 3)]

@@ -18,9 +18,9 @@ from shardwright.compiler.verification.reference import adamw, reference_run
 from shardwright.compiler.verification.verify import compile_into, verify
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.optimizer import build_optimizer
-from shardwright.runtime.threads import run_ranks
-from shardwright.runtime.world import count_communication
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.ranks.world import count_communication
+from shardwright.runtime.training.optimizer import build_optimizer
 
 ONE: dict[str, int] = {}
 PIPELINES: dict[str, tuple[Any, ...]] = {

@@ -15,7 +15,7 @@ import zoo
 
 from shardwright.compiler.compile import Compiled
 from shardwright.compiler.plan.program import Adapt
-from shardwright.runtime.counters import CommunicationKey, CommunicationVolume
+from shardwright.runtime.ranks.counters import CommunicationKey, CommunicationVolume
 
 B, S, L = 4, 8, 3
 LOSS_VECTORS = 3

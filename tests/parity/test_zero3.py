@@ -21,10 +21,10 @@ from shardwright.runtime import gathered_weights
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import ZERO
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.module import ParallelModule
-from shardwright.runtime.optimizer import build_optimizer
-from shardwright.runtime.threads import run_ranks
-from shardwright.runtime.world import count_communication, current_world
+from shardwright.runtime.module.parallel_module import ParallelModule
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.ranks.world import count_communication, current_world
+from shardwright.runtime.training.optimizer import build_optimizer
 
 Case = tuple[str, str, int, int, dict[str, Any]]
 """Model, policy, ranks of a unit, units, further fields of the config."""
@@ -213,7 +213,7 @@ def test_another_number_of_units(tmp_path: Path) -> None:
 
 
 def test_pieces_are_not_broadcast_from_one_unit_to_others(tmp_path: Path) -> None:
-    from shardwright.runtime.broadcast import broadcast_weights
+    from shardwright.runtime.module.broadcast import broadcast_weights
 
     directory = compiled(tmp_path, ("gpt2", "dp", 1, 4, GROUPS))
 

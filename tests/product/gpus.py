@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 import zoo
 
-from shardwright.runtime.world import current_world
+from shardwright.runtime.ranks.world import current_world
 
 
 def main() -> int:

@@ -9,10 +9,10 @@ from placements import Sharded, convert, decode, encode, transposed
 from spawn import run_processes
 
 from shardwright.runtime import adapters
-from shardwright.runtime.groups import RankMesh
 from shardwright.runtime.layout import Cut, Mesh
-from shardwright.runtime.threads import run_ranks
-from shardwright.runtime.world import count_communication
+from shardwright.runtime.ranks.groups import RankMesh
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.ranks.world import count_communication
 
 SHARDED = {
     "even": ((12, 24), [Sharded(0, Cut((12,))), Sharded(1, Cut((24,)))]),

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwright.compiler.api import parallelize
 from shardwright.runtime.errors import ConfigError, UsageError
-from shardwright.runtime.optimizer import build_optimizer
-from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.training.optimizer import build_optimizer
 
 X = torch.linspace(-1.3, 2.1, 24).view(4, 6)
 

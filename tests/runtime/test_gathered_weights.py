@@ -16,13 +16,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shardwright.runtime import gathered_weights
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.gathered_weights import WeightGathering
-from shardwright.runtime.groups import RankMesh
 from shardwright.runtime.layout import Cut, Layout, Mesh
 from shardwright.runtime.ops.random import RngState
 from shardwright.runtime.pieces import local_piece
+from shardwright.runtime.ranks.groups import RankMesh
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.ranks.world import count_communication, current_world
 from shardwright.runtime.recompute import recompute
-from shardwright.runtime.threads import run_ranks
-from shardwright.runtime.world import count_communication, current_world
 
 WIDTH, BATCH = 32, 2
 

@@ -12,8 +12,8 @@ from mlp_files import make_batch, make_model, write_files
 from shardwright.runtime.errors import LoadError
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.manifest import FORMAT_VERSION, Manifest, accept
-from shardwright.runtime.module import ParallelModule
-from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.module.parallel_module import ParallelModule
+from shardwright.runtime.ranks.threads import run_ranks
 
 
 @pytest.fixture

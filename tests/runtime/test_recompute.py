@@ -9,8 +9,8 @@ from shardwright.compiler.api import parallelize
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.ops.dropout import dropout
 from shardwright.runtime.ops.random import RngState
+from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.recompute import recompute
-from shardwright.runtime.threads import run_ranks
 
 
 def test_the_mask_is_that_of_the_forward_it_belongs_to():

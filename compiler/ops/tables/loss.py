@@ -147,7 +147,11 @@ def _of_classes(form: str) -> Callable[[IROp], OpRule]:
 
     def rule(op: IROp) -> OpRule:
         rows = names(op.operands[0].ndim - 1, "n")
-        terms = {"input": [*rows, "c^"], "target": rows if op.target == "multi_margin_loss" else [*rows, "c^"], "weight": ["c^"]}
+        terms = {
+            "input": [*rows, "c^"],
+            "target": rows if op.target == "multi_margin_loss" else [*rows, "c^"],
+            "weight": ["c^"],
+        }
         found = _per_row(op, [terms[name] for name in op.operand_names], rows, form, product(op.operands[0].shape[:-1]))
         return replace(found, nonempty=True)  # without rows torch returns memory that nobody wrote
 

@@ -27,8 +27,8 @@ from shardwright.compiler.cli import main
 from shardwright.compiler.cost.collectives import collective_s
 from shardwright.compiler.cost.hardware import COLLECTIVES, Hardware, load_hardware
 from shardwright.compiler.schedule.sharing import Sharing
-from shardwright.runtime.threads import run_ranks
-from shardwright.runtime.world import World, current_world
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.ranks.world import World, current_world
 
 TINY = Effort((2, 4), 1.0, (256, 1024), (256, 4096), 1e-4, 1e-5, dtypes=(torch.float32, torch.float64))
 

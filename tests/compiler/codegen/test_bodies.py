@@ -25,7 +25,7 @@ from shardwright.compiler.compile import Compiled
 from shardwright.compiler.trace.api import trace
 from shardwright.runtime.errors import InputError
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.ranks.threads import run_ranks
 
 X = {"x": torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))}
 POLICIES = ["tp", "data"]

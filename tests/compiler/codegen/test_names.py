@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardwright.compiler.codegen.emit import class_name
 from shardwright.compiler.codegen.names import MODULE_ATTRIBUTES, attribute_path
 from shardwright.compiler.verification.verify import verify
-from shardwright.runtime.module import ParallelModule
+from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.pipeline.module import PipelineModule
 
 X = {"x": torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))}

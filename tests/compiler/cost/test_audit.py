@@ -28,9 +28,9 @@ from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.optimizer import build_optimizer
-from shardwright.runtime.threads import run_ranks
-from shardwright.runtime.world import count_communication
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.ranks.world import count_communication
+from shardwright.runtime.training.optimizer import build_optimizer
 
 RATES = dict.fromkeys(("float64", "float32"), 1e9)
 HARDWARE = Hardware("toy", Device("toy", 10**9, RATES, 1e9, 1e-6), (Tier("link", (8,), 1e-5, 1e8),))

@@ -11,10 +11,10 @@ from shardwright.compiler.cost.communication import step_elements
 from shardwright.compiler.ir.size import symbol, to_python
 from shardwright.compiler.plan.conversion import AdapterStep, CutSizes, canonical, convert
 from shardwright.runtime import adapters
-from shardwright.runtime.groups import RankMesh
 from shardwright.runtime.layout import Atom, Cut, Layout, Mesh
-from shardwright.runtime.threads import run_ranks
-from shardwright.runtime.world import current_world
+from shardwright.runtime.ranks.groups import RankMesh
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.ranks.world import current_world
 
 MESHES = [{"a": 2}, {"a": 3}, {"a": 2, "b": 2}, {"a": 2, "b": 3}, {"a": 2, "b": 2, "c": 2}]
 

@@ -92,7 +92,7 @@ def test_a_rank_whose_files_do_not_come(tmp_path, monkeypatch):
         trainer = c.trainer("mlp", ("tp", 2, 2))
         if trainer.module.rank == 1:
             monkeypatch.setattr(saving.CheckpointSave, "_write_own", _unless_rank_one)
-        shardwright.runtime.world.current_world().barrier()
+        shardwright.runtime.ranks.world.current_world().barrier()
         save = shardwright.save_checkpoint(tmp_path, trainer.module, async_save=True)
         for _ in range(2):  # who asks again is told the same, on all ranks
             with pytest.raises(CheckpointError, match=r"is incomplete\n  why:   after 0 s nothing has come from ranks \[1\]"):

@@ -15,8 +15,8 @@ from shardwright.compiler.verification.reference import adamw
 from shardwright.compiler.verification.verify import compile_into
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.optimizer import build_optimizer
-from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.training.optimizer import build_optimizer
 
 TOLERANCE = 1e-11
 PLANS: dict[str, dict[str, Any]] = {

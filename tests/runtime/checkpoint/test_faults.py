@@ -17,8 +17,8 @@ from shardwright.runtime.checkpoint import save as saving
 from shardwright.runtime.checkpoint.folders import complete_folders
 from shardwright.runtime.checkpoint.index import Index
 from shardwright.runtime.errors import CheckpointError
-from shardwright.runtime.optimizer import build_optimizer
-from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.training.optimizer import build_optimizer
 
 
 class Net(nn.Module):

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import shardwright
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.optimizer import ParallelOptimizer, build_optimizer
-from shardwright.runtime.threads import run_ranks
-from shardwright.runtime.world import current_world
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.ranks.world import current_world
+from shardwright.runtime.training.optimizer import ParallelOptimizer, build_optimizer
 
 REMAINDERS = {"distributed_optimizer": {"store_param_remainders": True}}
 FIRST = Case("gpt2", "dp", 1, 2)

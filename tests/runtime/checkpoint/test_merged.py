@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import shardwright
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.optimizer import build_optimizer
-from shardwright.runtime.threads import run_ranks
-from shardwright.runtime.world import current_world
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.ranks.world import current_world
+from shardwright.runtime.training.optimizer import build_optimizer
 
 TOLERANCE = 1e-10
 

@@ -13,7 +13,7 @@ import shardwright
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.manifest import Manifest
-from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.ranks.threads import run_ranks
 
 MESHES = [{"a": 1}, {"a": 2}, {"a": 3}, {"a": 2, "b": 2}, {"a": 2, "b": 3}]
 MODELS = ["gpt2", "mlp-uneven", "llama-uneven", "resnet-uneven", "encoder-decoder"]

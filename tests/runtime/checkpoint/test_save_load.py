@@ -17,8 +17,8 @@ from shardwright.runtime.checkpoint.holdings import Holdings
 from shardwright.runtime.checkpoint.index import Index
 from shardwright.runtime.checkpoint.tensor_files import MappedFiles
 from shardwright.runtime.errors import CheckpointError, ConfigError
-from shardwright.runtime.threads import run_ranks
-from shardwright.runtime.world import current_world
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.ranks.world import current_world
 
 TOLERANCE = 1e-10
 GPT2_TOUR = [("dp", 1, 4), ("tp", 2, 4), ("data", 4, 4), ("tp", 4, 4), ("dp", 1, 1)]

@@ -16,8 +16,8 @@ from shardwright.runtime.checkpoint.index import Index
 from shardwright.runtime.checkpoint.state_place import state_places
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.optimizer import build_optimizer
-from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.training.optimizer import build_optimizer
 from shardwright.runtime.zero.state import MASTER
 
 TOLERANCE = 1e-10

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from shardwright.runtime import ops
-from shardwright.runtime.groups import RankMesh
 from shardwright.runtime.layout import Mesh
-from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.ranks.groups import RankMesh
+from shardwright.runtime.ranks.threads import run_ranks
 
 MESH = Mesh((("tp", 2),))
 LOGITS = torch.sin(torch.arange(4.0 * 6)).view(4, 6)

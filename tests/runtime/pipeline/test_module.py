@@ -8,11 +8,11 @@ from pipeline_files import BATCH, WORDS, Net, make_sample
 from pipeline_training import adamw, assert_equal, samples_of, train_rank, train_reference, write
 from pipelines import make_pipe
 
-from shardwright.runtime.end2end import reducer_of
 from shardwright.runtime.errors import CheckpointError, DistributedError, InputError, UsageError
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.optimizer import build_optimizer
-from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.module.end2end import reducer_of
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.training.optimizer import build_optimizer
 
 SAMPLES = [make_sample(m) for m in range(3)]
 

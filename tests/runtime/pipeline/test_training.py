@@ -9,9 +9,9 @@ from schedules import sizes_of
 
 from shardwright.compiler.schedule.generate import SCHEDULES
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.optimizer import build_optimizer
-from shardwright.runtime.threads import ThreadMessages, _Posted, run_ranks
-from shardwright.runtime.world import count_communication
+from shardwright.runtime.ranks.threads import ThreadMessages, _Posted, run_ranks
+from shardwright.runtime.ranks.world import count_communication
+from shardwright.runtime.training.optimizer import build_optimizer
 
 TRAINING = [name for name in SCHEDULES if name != "infer_pipe"]
 

@@ -11,9 +11,9 @@ from zero_training import OPTIMIZERS, Muonlike, process_job, state_elements
 
 from shardwright.runtime.errors import CheckpointError, ConfigError, UsageError
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.optimizer import ParallelOptimizer, build_optimizer
-from shardwright.runtime.threads import run_ranks
-from shardwright.runtime.world import count_communication
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.ranks.world import count_communication
+from shardwright.runtime.training.optimizer import ParallelOptimizer, build_optimizer
 from shardwright.runtime.zero.gathering import gathered_gradients
 
 STAGES = [{"use_zero": 1}, {"use_zero": 1, "zero_use_reduce_scatter": True}, {"use_zero": 2}]

@@ -9,9 +9,9 @@ from zero_training import OPTIMIZERS, check, state_elements
 
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.optimizer import build_optimizer
-from shardwright.runtime.threads import run_ranks
-from shardwright.runtime.world import count_communication
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.ranks.world import count_communication
+from shardwright.runtime.training.optimizer import build_optimizer
 from shardwright.runtime.zero.settings import ReductionSettings
 from shardwright.runtime.zero.state import MASTER
 

@@ -6,7 +6,7 @@ from pipeline_training import assert_equal, train_rank, train_reference, write
 from pipelines import make_pipe
 
 from shardwright.compiler.schedule.generate import SCHEDULES
-from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.ranks.threads import run_ranks
 
 OPTIONS = [
     {"use_zero": 1, "reducer_bucket_cap_mb": 1e-6},

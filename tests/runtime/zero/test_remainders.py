@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.runtime.errors import ConfigError
-from shardwright.runtime.optimizer import ParallelOptimizer, build_optimizer
-from shardwright.runtime.threads import run_ranks
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.training.optimizer import ParallelOptimizer, build_optimizer
 from shardwright.runtime.zero import shards
 from shardwright.runtime.zero.remainders import Remainder, is_rounded
 from shardwright.runtime.zero.state import MASTER

@@ -16,9 +16,9 @@ from shardwright.compiler.schedule.generate import SCHEDULES
 from shardwright.runtime.checkpoint.merged import merge_state_dicts
 from shardwright.runtime.errors import CheckpointError, ConfigError
 from shardwright.runtime.loader import load_class
-from shardwright.runtime.optimizer import build_optimizer
-from shardwright.runtime.threads import run_ranks
-from shardwright.runtime.world import count_communication
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.ranks.world import count_communication
+from shardwright.runtime.training.optimizer import build_optimizer
 
 SMALL = {"reducer_bucket_cap_mb": 4e-4}
 CASES = [

@@ -1,0 +1,427 @@
+"""The base of generated classes: one rank's part of a compiled module.
+
+A generated class looks like this:
+
+    class MLP(ParallelModule):
+        mesh = Mesh((("tp", 2),))
+        rank = 0                                              # plan rank: tp=0
+        inputs = {"x": ("[batch, 8]", torch.float64)}
+
+        def declare(self):
+            self.parameter("up.weight", "[32/tp, 8]", torch.float64)
+            self.parameter("up.bias", "[32/tp]", torch.float64)
+            self.parameter("down.weight", "[8, 32/tp]", torch.float64)
+
+        def forward(self, x=ABSENT):
+            self.check_inputs({"x": x}, {})
+            tp = self.axis("tp")
+            ...
+            y = linear(x, self.up.weight, self.up.bias)       # [batch, 32/tp]
+
+**Reading tensors.** They lie in a tree of scopes under their original names: ``self.blocks[0].attn.weight``. A path with a
+name that is no identifier is indexed, ``block["a-b.weight"]``. On the first level a name may be one that a
+``ParallelModule`` uses itself, such as ``mesh`` or ``rank``: ``self.weights("mesh.weight")`` reads any path. Constants of the
+trace are read by the name they are declared with, ``self.const_0``.
+
+**Updating buffers.** Generated code calls ``self.update_buffer("bn.running_mean", value)``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.runtime.autocast import as_compiled
+from shardwright.runtime.errors import DistributedError, InputError, UsageError, format_error
+from shardwright.runtime.gathered_weights import WeightGathering
+from shardwright.runtime.layout import ZERO, Cut, Layout
+from shardwright.runtime.module.call_checks import (
+    DeclaredParameter,
+    StepsWithoutSums,
+    check_devices,
+    check_requires_grad,
+    compare_inputs,
+)
+from shardwright.runtime.module.compiled import CompiledModule
+from shardwright.runtime.module.declarations import Declaration
+from shardwright.runtime.module.end2end import ScaleFunction, arguments_of, infer_step, train_step
+from shardwright.runtime.module.extra_state import check_extra_state, check_holds_wholes, extra_state
+from shardwright.runtime.module.inputs import InputTable
+from shardwright.runtime.module.scope import Place, place
+from shardwright.runtime.module.weights import WeightFiles
+from shardwright.runtime.ops.random import RngMode, RngState
+from shardwright.runtime.ranks.communicator import Communicator
+from shardwright.runtime.ranks.groups import AxisGroup, RankMesh
+from shardwright.runtime.ranks.world import World, current_world
+from shardwright.runtime.training.gradnorm import counts_here
+
+
+class ParallelModule(CompiledModule):
+    """One rank's part of a compiled module. Otherwise an ordinary ``nn.Module`` with the original names.
+
+    ``mesh``, ``rank``, ``inputs``, ``seed`` and ``rng_mode`` are set by the generated class: the mesh of a unit, the plan
+    rank the file is for, the leaves of the arguments (see :mod:`shardwright.runtime.module.inputs`), and how random numbers are
+    drawn. ``gathers_weights``: some parameters are stored in pieces and used whole; ``zero``: over how many units. With
+    ``end2end`` the module is called by :meth:`train_step` and :meth:`infer_step` only; ``arguments`` are those that a sample
+    gives. ``autocast``: the dtype of the autocast block that the module was compiled in, if any, see
+    :mod:`shardwright.runtime.autocast`.
+
+    Constructing one is collective: all ranks of the world do it, in the same order. With ``init_params`` the tensors get
+    the values the model was compiled with. Without, parameters and persistent buffers are uninitialised and wait for
+    ``load_state_dict`` or ``broadcast_weights``; non-persistent buffers and constants are real in both cases, as no
+    checkpoint holds them.
+
+    Raises :class:`DistributedError` if the file is for another rank or number of ranks, and :class:`LoadError` if the
+    values are missing.
+    """
+
+    inputs: ClassVar[Mapping[str, Any]]
+    seed: ClassVar[int] = 0
+    rng_mode: ClassVar[RngMode] = "fast"
+    end2end: ClassVar[bool] = False
+    gathers_weights: ClassVar[bool] = False
+    zero: ClassVar[int] = 1
+    arguments: ClassVar[Sequence[str]] = ()
+    autocast: ClassVar[torch.dtype | None] = None
+
+    _declarations: dict[str, Declaration]
+    _places: dict[str, tuple[Place, ...]]
+    _parameters_declared: list[DeclaredParameter]
+    _steps_without_sums: StepsWithoutSums
+    _input_table: InputTable
+    _inputs_compared: bool
+    _in_step: bool = False
+    _unit: Communicator
+    _stored_over_units: RankMesh
+    _gathering: WeightGathering
+    _device: torch.device
+
+    def __init__(self, init_params: bool = True) -> None:
+        super().__init__()
+        world = current_world()
+        self._make_groups(world)
+        self.rng = RngState(self.seed, self.rng_mode, self.mesh, self.ranks.coords, self.ranks.unit)
+        self._device = world.device
+        self._input_table = InputTable(type(self).__name__, self.inputs)
+        self._inputs_compared = False
+        self._declarations = {}
+        self._places = {}
+        self._parameters_declared = []
+        self._gathering = WeightGathering()
+        self.declare()
+        self._make_tensors(init_params)
+
+    def _make_groups(self, world: World) -> None:
+        self.ranks = RankMesh(self.mesh, world)
+        if self.ranks.rank != self.rank:
+            raise DistributedError(
+                f"{type(self).__name__} is the part of plan rank {self.rank}, but this is rank {world.rank}",
+                why=f"in units of {self.mesh.size} that is plan rank {self.ranks.rank}",
+                hint="let shardwright.parallelize or load_class choose the file of this rank",
+            )
+        self._unit = self.ranks.group(self.mesh.names)
+        if self.ranks.num_units % self.zero:
+            raise DistributedError(
+                f"{type(self).__name__} stores its parameters in pieces over {self.zero} units",
+                why=f"{world.size} ranks in units of {self.mesh.size} are {self.ranks.num_units} unit(s)",
+                hint=f"start a multiple of {self.zero * self.mesh.size} ranks, or compile for these with use_zero=3",
+            )
+        self._stored_over_units = self.ranks.over_units(self.zero)
+
+    # What a generated ``declare`` calls
+
+    def declare(self) -> None:
+        """Name every tensor. A generated class does it in the order of the original ``named_parameters()``.
+
+        That order becomes the order of ``parameters()``, by which optimizers number their state.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is no generated class: it does not declare its tensors")
+
+    def parameter(
+        self,
+        name: str,
+        layout: str,
+        dtype: torch.dtype,
+        *,
+        aliases: tuple[str, ...] = (),
+        requires_grad: bool = True,
+        stage: int | None = None,
+    ) -> None:
+        """Declare a parameter by FQN. ``aliases``: its other FQNs if it is tied. ``layout`` is the text of a layout, on the
+        mesh of ``stage`` in a pipeline (the first one that this rank runs, if several hold it).
+        """
+        parsed = Layout.parse(layout)
+        self._declare(Declaration(name, "parameter", parsed, dtype, aliases, requires_grad=requires_grad, stage=stage))
+
+    def buffer(
+        self,
+        name: str,
+        layout: str,
+        dtype: torch.dtype,
+        *,
+        aliases: tuple[str, ...] = (),
+        persistent: bool = True,
+        stage: int | None = None,
+    ) -> None:
+        """Declare a buffer by FQN."""
+        self._declare(Declaration(name, "buffer", Layout.parse(layout), dtype, aliases, persistent, stage=stage))
+
+    def constant(self, name: str, layout: str, dtype: torch.dtype, *, stage: int | None = None) -> None:
+        """Declare a tensor that the traced code captured. ``name`` is an identifier that no module of the model has."""
+        self._declare(Declaration(name, "constant", Layout.parse(layout), dtype, persistent=False, stage=stage))
+
+    def _declare(self, declaration: Declaration) -> None:
+        assert declaration.name not in self._declarations, f"{declaration.name} is declared twice"
+        self._declarations[declaration.name] = declaration
+
+    def _make_tensors(self, init_params: bool) -> None:
+        with WeightFiles(generated_directory(type(self))) as files:
+            for declaration in self._declarations.values():
+                ranks = self.ranks_of(declaration)
+                if init_params or not declaration.is_initial_weight:
+                    value = files.read(declaration, ranks.mesh, ranks.coords).to(self._device)
+                else:
+                    shape = declaration.layout.local_shape(ranks.mesh, ranks.coords)
+                    value = torch.empty(shape, dtype=declaration.dtype, device=self._device)
+                tensor = nn.Parameter(value, declaration.requires_grad) if declaration.kind == "parameter" else value
+                self._put(declaration.name, declaration, tensor)
+                if declaration.kind == "parameter":
+                    where = self._places[declaration.name][0]
+                    self._parameters_declared.append(DeclaredParameter(where, declaration.requires_grad))
+        self._steps_without_sums = StepsWithoutSums(self)
+        # After all first names: a scope that holds nothing but an alias must not come before its elder siblings.
+        for declaration in self._declarations.values():
+            for alias in declaration.aliases:
+                self._put(alias, declaration, self.weights(declaration.name))
+
+    def _put(self, fqn: str, declaration: Declaration, tensor: Tensor) -> None:
+        where = place(self, fqn)
+        if isinstance(tensor, nn.Parameter):
+            where.put_parameter(tensor)
+        else:
+            where.put_buffer(tensor, persistent=declaration.persistent)
+        self._places[declaration.name] = (*self._places.get(declaration.name, ()), where)
+
+    def __getattr__(self, name: str) -> Any:
+        """What ``nn.Module`` finds; :class:`AttributeError` says in words what of the original a parallel module has."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            text = format_error(
+                f"the parallel module {type(self).__name__!r} has no attribute {name!r}",
+                why="it has the forward, the parameters and the buffers of the original module, not its other attributes",
+                hint="read it from the original; methods of the original that call forward, such as generate(), run this "
+                "module after original.forward = parallel",
+            )
+        raise AttributeError(text, name=name, obj=self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``forward``."""
+        if torch.is_autocast_enabled(self._device.type):
+            with self._as_compiled():
+                return self(*args, **kwargs)
+        if not self.gathers_weights:
+            return super().__call__(*args, **kwargs)
+        with self._gathering.forward((self.training, torch.is_grad_enabled())):
+            return super().__call__(*args, **kwargs)
+
+    # Steps of end-to-end modules
+
+    def train_step(
+        self, samples: Sequence[Any], is_dummy_batch: Sequence[bool] | None = None, scale_fn: ScaleFunction | None = None
+    ) -> list[Any]:
+        """Clear the gradients, add up those of all samples, and sum them over the ranks. Collective.
+
+        Returns the detached result for each sample, with the loss unscaled. ``is_dummy_batch``: which samples are computed
+        without adding gradients; the same on all ranks. ``scale_fn`` makes of each loss what is differentiated.
+
+        Raises :class:`InputError` for samples that the module was not compiled for, or if the loss is no scalar, and
+        :class:`UsageError` if the module was not compiled end to end.
+        """
+        self._check_end2end("train_step")
+        with self._as_compiled():
+            return train_step(self, self._call_in_step, samples, is_dummy_batch, scale_fn)
+
+    def infer_step(self, samples: Sequence[Any]) -> list[Any]:
+        """The result for each sample, without gradients; the module is in training or evaluation mode as it was set.
+
+        Raises as :meth:`train_step` does.
+        """
+        self._check_end2end("infer_step")
+        with self._as_compiled():
+            return infer_step(self, self._call_in_step, samples)
+
+    def _as_compiled(self) -> AbstractContextManager[None]:
+        return as_compiled(type(self).__name__, self.autocast, self._device)
+
+    def _check_end2end(self, method: str) -> None:
+        if not self.end2end:
+            raise UsageError(
+                f"{type(self).__name__} has no {method}: it was not compiled end to end",
+                hint="call it like an ordinary module, or compile with ComputeConfig(use_end2end=True)",
+            )
+
+    def _call_in_step(self, sample: Any) -> Any:
+        self._in_step = True
+        try:
+            return self(**arguments_of(sample, self.arguments, self.inputs))
+        finally:
+            self._in_step = False
+
+    # What a generated ``forward`` calls
+
+    def axis(self, name: str) -> AxisGroup:
+        """The ranks of the unit that differ from this one along a mesh axis only; for ``zero`` those of other units."""
+        return (self._stored_over_units if name == ZERO else self.ranks).axis(name)
+
+    def gathered(
+        self,
+        weight: Tensor,
+        axis: AxisGroup,
+        dim: int,
+        cut: Cut | None = None,
+        backward: Literal["slice", "reduce_scatter"] = "reduce_scatter",
+    ) -> Tensor:
+        """A parameter whole along ``axis``, for a moment: see :mod:`shardwright.runtime.gathered_weights`."""
+        return self._gathering.gathered(weight, axis, dim, cut, backward)
+
+    def weights(self, path: str) -> Any:
+        """The parameter, buffer, constant or scope at a path of original names, whatever else the name may mean here."""
+        return self[path]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module's tensors live; it follows ``to()``, ``cuda()`` and the like."""
+        return self._device
+
+    def check_inputs(self, given: Mapping[str, Any], absent: Mapping[str, Any] | None = None) -> None:
+        """Begin a call, and refuse one that the program was not made for. ``given``: the arguments it was compiled with, by
+        name (or their leaves, by path); ``absent``: the others, which must be ``ABSENT``.
+
+        Shapes, dtypes, devices, literals and ``requires_grad`` of the parameters are checked at every call. At the first
+        call the ranks of the unit compare the values, by checksums.
+
+        Raises :class:`InputError`.
+        """
+        if self.end2end and not self._in_step:
+            raise UsageError(
+                f"{type(self).__name__} was compiled end to end and is not called directly",
+                why="it accumulates gradients over samples, and its schedule was made for whole steps",
+                hint="call train_step(samples) or infer_step(samples), or compile with use_end2end=False",
+            )
+        tensors = self._input_table.check(given, absent or {})
+        check_devices(type(self).__name__, tensors, self._device)
+        if torch.is_grad_enabled():
+            check_requires_grad(self, self._parameters_declared)
+            if self.reducer is None:
+                self._steps_without_sums.check(self)
+        if not self._inputs_compared:
+            self._inputs_compared = True
+            compare_inputs(type(self).__name__, tensors, self._unit, self.ranks.num_units)
+        if self.training:
+            self.rng.next_microbatch()
+
+    def require(self, holds: bool, condition: str) -> None:
+        """Check a relation between dynamic sizes that the traced control flow took for granted.
+
+        Raises :class:`InputError` where the sizes of a call do not have it.
+        """
+        if not holds:
+            raise InputError(
+                f"{type(self).__name__} was traced for sizes with {condition}, and this call has others",
+                why="the model does something else for such sizes, and the traced graph does not have it",
+                hint="compile for these sizes too, under another instance_name, or leave the dim static",
+            )
+
+    def update_buffer(self, fqn: str, value: Tensor) -> None:
+        """Give a buffer a new value, under all its names.
+
+        The buffer becomes a new tensor: the old one may have been saved for backward, and ``value`` may be an input.
+        """
+        fresh = value.detach().clone()
+        old = self.weights(fqn)
+        assert fresh.shape == old.shape and fresh.dtype == old.dtype, (
+            f"{fqn} is {old.dtype}{list(old.shape)}, its update is {fresh.dtype}{list(fresh.shape)}"
+        )
+        for scope, leaf in self._places[fqn]:
+            scope._buffers[leaf] = fresh
+
+    # For the reducer, optimizers and checkpoints
+
+    @property
+    def declarations(self) -> tuple[Declaration, ...]:
+        """What the generated class declared, in order."""
+        return tuple(self._declarations.values())
+
+    def trained_parameters(self) -> Iterator[tuple[Declaration, nn.Parameter]]:
+        """The parameters that get gradients, in order, each once."""
+        for declaration in self._declarations.values():
+            if declaration.requires_grad:
+                parameter = self.weights(declaration.name)
+                assert isinstance(parameter, nn.Parameter)
+                yield declaration, parameter
+
+    def ranks_of(self, declaration: Declaration) -> RankMesh:
+        """The mesh that the layout of a tensor refers to, and where on it this rank is."""
+        return self._stored_over_units if ZERO in declaration.layout.cut_axes else self.ranks
+
+    def gradient_groups(self) -> dict[str, Communicator]:
+        """See :meth:`CompiledModule.gradient_groups`."""
+        return {
+            declaration.name: self.ranks_of(declaration).group(declaration.layout.grad_partial, across_units=True)
+            for declaration, _ in self.trained_parameters()
+        }
+
+    def is_counted(self, declaration: Declaration) -> bool:
+        """See :meth:`CompiledModule.is_counted`."""
+        return counts_here(declaration.layout, self.ranks_of(declaration))
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """See :func:`shardwright.runtime.module.extra_state.extra_state`."""
+        return extra_state(self)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Check that a state dict is one of this rank under this plan, and take over its random numbers.
+
+        Raises :class:`CheckpointError` if it is not.
+        """
+        check_extra_state(self, state)
+        self.rng.load_json(state["rng"])
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *rest: Any) -> None:
+        """Also accept a state dict of the original module where every rank holds whole tensors."""
+        key = f"{prefix}_extra_state"
+        if key not in state_dict:
+            check_holds_wholes(self, key)
+        self._steps_without_sums.forget()
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
+        missing_keys = rest[0]
+        if key in missing_keys:
+            missing_keys.remove(key)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._device = fn(torch.empty(0, device=self._device)).device
+        return self
+
+    def _get_name(self) -> str:
+        return type(self).__name__
+
+    def extra_repr(self) -> str:
+        """The mesh, and where on it this rank is."""
+        coords = ", ".join(f"{name}={index}" for name, index in self.ranks.coords.items())
+        place_in_unit = f"rank {self.rank} ({coords})" if coords else f"rank {self.rank}"
+        return f"mesh {self.mesh}; {place_in_unit}; unit {self.ranks.unit} of {self.ranks.num_units}"
+
+
+def generated_directory(cls: type[ParallelModule]) -> Path:
+    """The folder of the file that defines a generated class."""
+    file = sys.modules[cls.__module__].__file__
+    assert file is not None, f"{cls.__module__} was not loaded from a file"
+    return Path(file).parent

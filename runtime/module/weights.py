@@ -1,0 +1,96 @@
+"""Initial weights: safetensors files beside the generated code, of which each rank reads its own pieces only.
+
+``weights.safetensors`` holds parameters and buffers of the whole model by FQN. ``constants.safetensors``, where it exists,
+holds what no checkpoint restores (non-persistent buffers and captured constants); it travels with the code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from shardwright.runtime.errors import LoadError
+from shardwright.runtime.layout import Coords, Mesh
+from shardwright.runtime.module.declarations import Declaration
+
+WEIGHTS_FILE = "weights.safetensors"
+CONSTANTS_FILE = "constants.safetensors"
+
+
+class WeightFiles:
+    """The weight files of one directory, open while the ``with`` block lasts. A missing file is one without tensors."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._stack = ExitStack()
+        self._handles: dict[str, Any] = {}
+
+    def __enter__(self) -> WeightFiles:
+        for name in (CONSTANTS_FILE, WEIGHTS_FILE):
+            path = self.directory / name
+            if path.exists():
+                try:
+                    handle = self._stack.enter_context(safe_open(path, framework="pt"))
+                except Exception as error:
+                    hint = "compile again with reuse='override'"
+                    raise LoadError(f"{path} cannot be read", why=str(error), hint=hint) from error
+                self._handles.update(dict.fromkeys(handle.keys(), handle))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    def read(self, declaration: Declaration, mesh: Mesh, coords: Coords) -> Tensor:
+        """The piece of one tensor at ``coords``, in memory of its own. The file is mapped: other pieces are not read.
+
+        Raises :class:`LoadError` if the files lack the tensor, or hold another one under its name.
+        """
+        name, layout = declaration.name, declaration.layout
+        if name not in self._handles:
+            raise LoadError(
+                f"{self.directory} has no initial value of {name!r}",
+                why=self._why_missing(declaration),
+                hint=f"put {WEIGHTS_FILE} there; or construct with init_params=False and load a checkpoint or broadcast_weights"
+                if declaration.is_initial_weight
+                else f"copy {CONSTANTS_FILE} and {WEIGHTS_FILE} there, or compile again",
+            )
+        stored = self._handles[name].get_slice(name)
+        if tuple(stored.get_shape()) != layout.shape:
+            raise LoadError(
+                f"the initial value of {name!r} in {self.directory} has shape {stored.get_shape()}",
+                why=f"the program was compiled for {list(layout.shape)}",
+                hint="compile again with reuse='override'",
+            )
+        runs = [layout.runs(dim, mesh, coords) for dim in range(len(layout.dims))]
+        if not all(runs):
+            return torch.empty(layout.local_shape(mesh, coords), dtype=declaration.dtype)
+        value = _read_runs(stored, runs, ())
+        if value.dtype != declaration.dtype:
+            raise LoadError(
+                f"the initial value of {name!r} in {self.directory} is {value.dtype}",
+                why=f"the program was compiled for {declaration.dtype}",
+                hint="compile again with reuse='override'",
+            )
+        return value
+
+    def _why_missing(self, declaration: Declaration) -> str:
+        if not (self.directory / WEIGHTS_FILE).exists():
+            return f"there is no {WEIGHTS_FILE}"
+        return "the model was compiled without weights (on the meta device)" if declaration.is_initial_weight else "not stored"
+
+
+def _read_runs(stored: Any, runs: Sequence[Sequence[tuple[int, int]]], index: tuple[slice, ...]) -> Tensor:
+    """The blocks of ``stored`` at the given runs per dim, joined; always a copy, as slices are views of the mapped file."""
+    dim = len(index)
+    if dim == len(runs):
+        block: Tensor = stored[index]
+        return block.clone(memory_format=torch.contiguous_format)
+    blocks = [_read_runs(stored, runs, (*index, slice(start, stop))) for start, stop in runs[dim]]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim)

@@ -1,0 +1,351 @@
+"""Communicators: one group of ranks, seen from one of its members.
+
+Everything generated code and the runtime send goes through this class, so that the same program runs on process groups
+(:mod:`shardwright.runtime.ranks.process_group`) and on threads of one process (:mod:`shardwright.runtime.ranks.threads`), and
+so that every call is counted. Members of a group call its methods in the same order. Collectives return new tensors unless
+their name ends in ``_``; they record no autograd graph, :mod:`shardwright.runtime.adapters` puts them into autograd functions.
+
+Pieces of one tensor that lie on several ranks differ along one ``dim`` only; ``sizes`` lists their lengths there by index in
+the group, uneven and empty ones included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwright.runtime.ranks.counters import CommunicationCounters, Phase
+
+ReduceOp = Literal["sum", "avg", "max", "min"]
+"""How an all-reduce combines. ``"avg"`` is for floating dtypes."""
+
+Shape = Sequence[int]
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> object:
+        """Return once the result is there."""
+
+
+class Transport(Protocol):
+    """What moves the bytes of one group of at least two ranks. Tensors are contiguous and detached.
+
+    Members are named by their index in the group; ``index`` is the caller's.
+    """
+
+    def all_reduce_(self, x: Tensor, op: ReduceOp) -> None: ...
+
+    def start_all_reduce_(self, x: Tensor, op: ReduceOp) -> Work: ...
+
+    def all_gather(self, x: Tensor, result: Tensor) -> None:
+        """``x [n]`` of every member into the rows of ``result [size, n]``."""
+
+    def start_all_gather(self, x: Tensor, result: Tensor) -> Work: ...
+
+    def reduce_scatter(self, x: Tensor, result: Tensor) -> None:
+        """The sum over the members of row ``index`` of their ``x [size, n]`` into ``result [n]``."""
+
+    def start_reduce_scatter_(self, x: Tensor, sizes: list[int]) -> Work:
+        """The sum over the members of chunk ``index`` of their 1-D ``x``, cut into ``sizes``, into that chunk."""
+
+    def start_all_gather_(self, x: Tensor, sizes: list[int]) -> Work:
+        """Chunk ``i`` of 1-D ``x``, cut into ``sizes``, from member ``i``."""
+
+    def all_to_all(self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]) -> None:
+        """Consecutive chunks of 1-D ``x``, one to each member; what comes in fills 1-D ``result`` by sender.
+
+        ``x`` belongs to the transport: the caller does not change it afterwards.
+        """
+
+    def broadcast_(self, x: Tensor, src_index: int) -> None: ...
+
+    def send(self, x: Tensor, dst_index: int) -> None: ...
+
+    def receive_(self, x: Tensor, src_index: int) -> None: ...
+
+    def barrier(self) -> None: ...
+
+
+class Communicator:
+    """One group of ranks, seen from one member.
+
+    ``ranks``: the members, as ranks of the world, ascending. ``size``: how many. ``index``: the caller's position among them.
+    ``name``: what calls are counted under, as a rule a mesh axis. ``transport`` is ``None`` in a group of one, where every
+    collective is a copy and nothing is counted.
+    """
+
+    def __init__(
+        self, transport: Transport | None, ranks: tuple[int, ...], index: int, name: str, counters: CommunicationCounters
+    ) -> None:
+        assert (transport is None) == (len(ranks) == 1)
+        self.transport = transport
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.index = index
+        self.name = name
+        self.counters = counters
+
+    def __deepcopy__(self, memo: object) -> Communicator:
+        """Itself: a copy of a module talks over the same group."""
+        return self
+
+    def named(self, name: str) -> Communicator:
+        """The same group, counted under another name."""
+        return Communicator(self.transport, self.ranks, self.index, name, self.counters)
+
+    def all_reduce(self, x: Tensor, op: ReduceOp = "sum", *, phase: Phase = "forward") -> Tensor:
+        """The elementwise sum (average, maximum, minimum) over the group, as a new contiguous tensor in the dtype of ``x``."""
+        result = x.detach().clone(memory_format=torch.contiguous_format)
+        self.all_reduce_(result, op, phase=phase)
+        return result
+
+    def all_reduce_(self, x: Tensor, op: ReduceOp = "sum", *, phase: Phase = "forward") -> None:
+        """:meth:`all_reduce` in place; ``x`` must be contiguous."""
+        if self.transport is not None:
+            self._count_all_reduce(x, op, phase)
+            # Threads and gloo know no average; sum and divide is what NCCL does too.
+            self.transport.all_reduce_(x, "sum" if op == "avg" else op)
+            if op == "avg":
+                x.div_(self.size)
+
+    def all_reduce_async(self, x: Tensor, op: ReduceOp = "sum", *, phase: Phase = "gradients") -> Work:
+        """Begin to reduce contiguous ``x`` in place; it must not be touched until ``wait()`` of the result returns."""
+        if self.transport is None:
+            return _Done()
+        self._count_all_reduce(x, op, phase)
+        work = self.transport.start_all_reduce_(x, "sum" if op == "avg" else op)
+        return _Averaging(work, x, self.size) if op == "avg" else work
+
+    def all_gather(
+        self, x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None, *, phase: Phase = "forward"
+    ) -> list[Tensor]:
+        """Everyone's piece, by index. ``sizes``: their lengths along ``dim`` (default: all as long as ``x``)."""
+        pending, flat = self._pending_pieces(x, dim, sizes, phase)
+        if self.transport is not None:
+            self.transport.all_gather(flat, pending.rows)
+        return pending.wait()
+
+    def all_gather_async(
+        self, x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None, *, phase: Phase = "forward"
+    ) -> PendingPieces:
+        """Begin an :meth:`all_gather`; ``x`` must not be changed until ``wait()`` of the result returns."""
+        pending, flat = self._pending_pieces(x, dim, sizes, phase)
+        if self.transport is not None:
+            pending.work = self.transport.start_all_gather(flat, pending.rows)
+        return pending
+
+    def _pending_pieces(self, x: Tensor, dim: int, sizes: Sequence[int] | None, phase: Phase) -> tuple[PendingPieces, Tensor]:
+        """Room for the pieces of all members, and what this one gives. The call is counted."""
+        if sizes is None:
+            sizes = [x.shape[dim]] * self.size
+        assert len(sizes) == self.size and sizes[self.index] == x.shape[dim], (
+            f"member {self.index} of {self.name} holds {x.shape[dim]} along dim {dim}, but the sizes are {list(sizes)}"
+        )
+        if self.transport is None:
+            return PendingPieces(x.detach().reshape(1, -1).clone(), [tuple(x.shape)], dim), x
+        shapes = [_with_length(x, dim, size) for size in sizes]
+        lengths = [math.prod(shape) for shape in shapes]
+        self._count(phase, "all_gather", x, sum(lengths), sum(lengths) - x.numel())
+        return PendingPieces(x.new_empty(self.size, max(lengths)), shapes, dim), _padded(x.detach(), max(lengths))
+
+    def all_gather_cat(
+        self, x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None, *, phase: Phase = "forward"
+    ) -> Tensor:
+        """:meth:`all_gather` with the pieces joined along ``dim``; they are copied only where they do not lie end to end."""
+        end_to_end = math.prod(x.shape[:dim]) == 1 and (sizes is None or len(set(sizes)) == 1)
+        if self.transport is None or not end_to_end:
+            return torch.cat(self.all_gather(x, dim, sizes, phase=phase), dim)
+        self._count(phase, "all_gather", x, x.numel() * self.size, x.numel() * (self.size - 1))
+        whole = x.new_empty(_with_length(x, dim, x.shape[dim] * self.size))
+        self.transport.all_gather(x.detach().reshape(-1).contiguous(), whole.view(self.size, x.numel()))
+        return whole
+
+    def reduce_scatter(
+        self, x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None, *, phase: Phase = "forward"
+    ) -> Tensor:
+        """The caller's piece along ``dim`` of the sum over the group. ``sizes``: the pieces' lengths (default: equal)."""
+        if sizes is None:
+            assert x.shape[dim] % self.size == 0, f"{x.shape[dim]} does not divide into {self.size} equal pieces"
+            sizes = [x.shape[dim] // self.size] * self.size
+        end_to_end = math.prod(x.shape[:dim]) == 1 and len(set(sizes)) == 1 and x.is_contiguous()
+        if self.transport is not None and end_to_end:
+            self._count(phase, "reduce_scatter", x, x.numel(), x.numel() // self.size * (self.size - 1))
+            result = x.new_empty(_with_length(x, dim, sizes[0]))
+            self.transport.reduce_scatter(x.detach().view(self.size, result.numel()), result.view(-1))
+            return result
+        return self.reduce_scatter_pieces(torch.split(x, list(sizes), dim), phase=phase)
+
+    def reduce_scatter_pieces(self, pieces: Sequence[Tensor], *, phase: Phase = "forward") -> Tensor:
+        """The sum over the group of everyone's ``pieces[index]``, where ``pieces`` has one tensor per member."""
+        mine = pieces[self.index]
+        if self.transport is None:
+            return mine.detach().clone(memory_format=torch.contiguous_format)
+        lengths = [piece.numel() for piece in pieces]
+        self._count(phase, "reduce_scatter", mine, sum(lengths), (self.size - 1) * mine.numel())
+        longest = max(lengths)
+        rows = mine.new_empty(self.size, longest)  # what stands behind the shorter ones is summed, and cut off below
+        for row, piece in zip(rows, pieces, strict=True):
+            row[: piece.numel()].view(piece.shape).copy_(piece.detach())
+        result = mine.new_empty(longest)
+        self.transport.reduce_scatter(rows, result)
+        return result[: mine.numel()].view(mine.shape)
+
+    def reduce_scatter_async_(self, x: Tensor, sizes: Sequence[int], *, phase: Phase = "gradients") -> Work:
+        """Begin to sum 1-D contiguous ``x [sum(sizes)]`` over the group; the caller's chunk of it becomes that of the sum.
+
+        The other chunks are undefined then. ``x`` must not be touched until ``wait()`` of the result returns.
+        """
+        assert x.is_contiguous() and x.shape == (sum(sizes),), f"{tuple(x.shape)} is not cut into {list(sizes)}"
+        if self.transport is None:
+            return _Done()
+        self._count(phase, "reduce_scatter", x, x.numel(), sizes[self.index] * (self.size - 1))
+        return self.transport.start_reduce_scatter_(x, list(sizes))
+
+    def all_gather_async_(self, x: Tensor, sizes: Sequence[int], *, phase: Phase = "gradients") -> Work:
+        """Begin to fill 1-D contiguous ``x [sum(sizes)]``: chunk ``i`` is that of member ``i``, the caller's is there already.
+
+        ``x`` must not be touched until ``wait()`` of the result returns.
+        """
+        assert x.is_contiguous() and x.shape == (sum(sizes),), f"{tuple(x.shape)} is not cut into {list(sizes)}"
+        if self.transport is None:
+            return _Done()
+        self._count(phase, "all_gather", x, x.numel(), x.numel() - sizes[self.index])
+        return self.transport.start_all_gather_(x, list(sizes))
+
+    def all_to_all(self, pieces: Sequence[Tensor], shapes: Sequence[Shape], *, phase: Phase = "forward") -> list[Tensor]:
+        """Send ``pieces[i]`` to member ``i``; item ``i`` of the result came from it and has ``shapes[i]``."""
+        if self.transport is None:
+            return [pieces[0].detach().clone(memory_format=torch.contiguous_format)]
+        send_sizes, receive_sizes = [piece.numel() for piece in pieces], [math.prod(shape) for shape in shapes]
+        self._count(phase, "all_to_all", pieces[0], sum(send_sizes), sum(receive_sizes) - receive_sizes[self.index])
+        sent, result = pieces[0].new_empty(sum(send_sizes)), pieces[0].new_empty(sum(receive_sizes))
+        for chunk, piece in zip(torch.split(sent, send_sizes), pieces, strict=True):
+            chunk.view(piece.shape).copy_(piece.detach())
+        self.transport.all_to_all(sent, send_sizes, result, receive_sizes)
+        if len(set(map(tuple, shapes))) == 1:
+            return _rows_as(result.view(self.size, receive_sizes[0]), shapes[0])
+        return [chunk.view(tuple(shape)) for chunk, shape in zip(torch.split(result, receive_sizes), shapes, strict=True)]
+
+    def broadcast(self, x: Tensor, src_index: int, *, phase: Phase = "setup") -> Tensor:
+        """The ``x`` of member ``src_index``, as a new tensor. On the others ``x`` tells shape and dtype only."""
+        result = x.detach().clone(memory_format=torch.contiguous_format)
+        self.broadcast_(result, src_index, phase=phase)
+        return result
+
+    def broadcast_(self, x: Tensor, src_index: int, *, phase: Phase = "setup") -> None:
+        """:meth:`broadcast` in place; ``x`` must be contiguous."""
+        if self.transport is not None:
+            assert x.is_contiguous(), "a collective in place needs a contiguous tensor"
+            self._count(phase, "broadcast", x, x.numel(), 0 if src_index == self.index else x.numel())
+            self.transport.broadcast_(x, src_index)
+
+    def send(self, x: Tensor, dst_index: int, *, phase: Phase = "forward") -> None:
+        """Send ``x`` to another member, which must :meth:`receive` it. May return before it does."""
+        assert self.transport is not None and dst_index != self.index, "nobody sends to itself"
+        self._count(phase, "send", x, x.numel(), 0)
+        self.transport.send(x.detach().contiguous(), dst_index)
+
+    def receive(
+        self, shape: Shape, dtype: torch.dtype, src_index: int, *, device: torch.device | str = "cpu", phase: Phase = "forward"
+    ) -> Tensor:
+        """The next tensor that another member sent to this one."""
+        assert self.transport is not None and src_index != self.index, "nobody receives from itself"
+        result = torch.empty(tuple(shape), dtype=dtype, device=device)
+        self._count(phase, "receive", result, result.numel(), result.numel())
+        self.transport.receive_(result, src_index)
+        return result
+
+    def barrier(self) -> None:
+        """Return when every member has called it."""
+        if self.transport is not None:
+            self.transport.barrier()
+
+    def __repr__(self) -> str:
+        return f"Communicator({self.name!r}, index {self.index} of ranks {list(self.ranks)})"
+
+    def _count_all_reduce(self, x: Tensor, op: ReduceOp, phase: Phase) -> None:
+        assert x.is_contiguous(), "a collective in place needs a contiguous tensor"
+        assert op != "avg" or x.is_floating_point(), f"no average of {x.dtype}"
+        self._count(phase, "all_reduce", x, x.numel(), 2 * (self.size - 1) / self.size * x.numel())
+
+    def _count(self, phase: Phase, collective: str, x: Tensor, elements: int, received: float) -> None:
+        # torch.compile would trace the count once for many runs, or break the graph over it.
+        if not torch.compiler.is_compiling():
+            self.counters.add(phase, collective, self.name, elements, x.element_size(), received)
+
+
+class PendingPieces:
+    """The pieces of all members on their way into ``rows [size, longest]``.
+
+    ``shapes``: of the pieces, which differ along ``dim``. ``work``: the collective, unless it is complete.
+    """
+
+    def __init__(self, rows: Tensor, shapes: Sequence[tuple[int, ...]], dim: int) -> None:
+        self.rows = rows
+        self.work: Work | None = None
+        self._shapes = shapes
+        self._dim = dim
+
+    def wait(self) -> list[Tensor]:
+        """Everyone's piece, by index, as views of one buffer."""
+        self._finish()
+        if len(set(self._shapes)) == 1:
+            return _rows_as(self.rows, self._shapes[0])
+        lengths = [math.prod(shape) for shape in self._shapes]
+        return [row[:length].view(shape) for row, length, shape in zip(self.rows, lengths, self._shapes, strict=True)]
+
+    def joined(self) -> Tensor:
+        """The pieces joined along ``dim``; they are copied only where they do not lie end to end."""
+        first, dim = self._shapes[0], self._dim
+        if math.prod(first[:dim]) == 1 and len(set(self._shapes)) == 1:
+            self._finish()
+            return self.rows.view(*first[:dim], first[dim] * len(self._shapes), *first[dim + 1 :])
+        return torch.cat(self.wait(), dim)
+
+    def _finish(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+
+class _Done:
+    """A collective that was complete when it was called."""
+
+    def wait(self) -> None:
+        return None
+
+
+class _Averaging:
+    """Divides by the size of the group once the sum is there."""
+
+    def __init__(self, work: Work, x: Tensor, size: int) -> None:
+        self._work, self._x, self._size = work, x, size
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._x.div_(self._size)
+
+
+def _with_length(x: Tensor, dim: int, length: int) -> tuple[int, ...]:
+    """The shape of ``x`` with another length along ``dim``."""
+    return (*x.shape[:dim], length, *x.shape[dim + 1 :])
+
+
+def _rows_as(rows: Tensor, shape: Shape) -> list[Tensor]:
+    """The rows of ``rows [size, numel]`` in one shape: two calls, however many there are."""
+    return list(rows.view(rows.shape[0], *shape).unbind())
+
+
+def _padded(x: Tensor, length: int) -> Tensor:
+    """``x`` flat and contiguous, with undefined elements appended up to ``length``."""
+    if x.numel() == length:
+        return x.reshape(-1).contiguous()  # every second element of a row is a view too
+    result = x.new_empty(length)
+    result[: x.numel()].view(x.shape).copy_(x)
+    return result

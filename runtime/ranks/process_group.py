@@ -1,0 +1,228 @@
+"""Communication between processes: a transport over a ``torch.distributed`` process group (gloo or NCCL)."""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.runtime.errors import DistributedError
+from shardwright.runtime.ranks.communicator import ReduceOp, Work
+from shardwright.runtime.ranks.messages import Sending, lost, undeliverable
+
+# torch 2.13 renamed these two: the old names warn there, the new ones are missing before.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+_holders: weakref.WeakSet[ProcessGroupTransport | ProcessMessages] = weakref.WeakSet()
+
+_WITH_DEFAULT_GROUPS = ("torch.distributed.nn.functional", "torch.distributed.optim.zero_redundancy_optimizer")
+"""Modules of torch whose functions have ``group=group.WORLD`` as a default argument: the default group of the moment at which
+they are imported, held from then on. Fake tensors and optimizers import torch._dynamo, and that imports them."""
+
+FREEING_S = 0.3
+"""How long gloo's threads get to free what the last collectives used, where the user has not destroyed the groups and there is
+no waiting for the threads to end. They are done within microseconds once they run."""
+
+
+@atexit.register
+def _let_go() -> None:
+    """Drop the process groups before the interpreter ends, so that those that the user has destroyed join their threads now.
+
+    A thread of gloo frees the tensors of a collective after the collective is over. One that does so while Python is being
+    taken down waits for the interpreter and is ended in the middle of C++ code, which aborts the process ("terminate called
+    without an active exception").
+    """
+    if _holders and dist.is_initialized():
+        time.sleep(FREEING_S)
+    for holder in tuple(_holders):
+        holder.let_go()
+    for module in filter(None, map(sys.modules.get, _WITH_DEFAULT_GROUPS)):
+        for function in filter(inspect.isfunction, vars(module).values()):
+            defaults = function.__defaults__ or ()
+            if any(isinstance(default, dist.ProcessGroup) for default in defaults):
+                function.__defaults__ = tuple(None if isinstance(d, dist.ProcessGroup) else d for d in defaults)
+
+
+class ProcessGroupTransport:
+    """See :class:`~shardwright.runtime.ranks.communicator.Transport`. ``device``: where the tensors of this rank are."""
+
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
+        self.process_group = process_group
+        self._device = device
+        self._exchanges: deque[_AddingRows] = deque()
+        _holders.add(self)
+
+    def let_go(self) -> None:
+        """Drop the process group; nothing can be sent after that."""
+        self.__dict__.pop("process_group", None)
+
+    def all_reduce_(self, x: Tensor, op: ReduceOp) -> None:
+        dist.all_reduce(x, _REDUCE_OPS[op], group=self.process_group)
+
+    def start_all_reduce_(self, x: Tensor, op: ReduceOp) -> Work:
+        return dist.all_reduce(x, _REDUCE_OPS[op], group=self.process_group, async_op=True)  # type: ignore[no-any-return]
+
+    def all_gather(self, x: Tensor, result: Tensor) -> None:
+        _all_gather_single(result.view(-1), x, group=self.process_group)
+
+    def start_all_gather(self, x: Tensor, result: Tensor) -> Work:
+        return _all_gather_single(result.view(-1), x, group=self.process_group, async_op=True)  # type: ignore[no-any-return]
+
+    def reduce_scatter(self, x: Tensor, result: Tensor) -> None:
+        if x.device.type == "cpu":  # as in _exchange_rows; torch.compile follows what is not asynchronous
+            rows = torch.empty_like(x)
+            dist.all_to_all_single(rows.view(-1), x.view(-1), group=self.process_group)
+            torch.sum(rows, 0, dtype=x.dtype, out=result)
+        else:
+            _reduce_scatter_single(_real(result), _real(x.view(-1)), group=self.process_group)
+
+    def start_reduce_scatter_(self, x: Tensor, sizes: list[int]) -> Work:
+        mine = torch.split(x, sizes)[dist.get_rank(self.process_group)]
+        if x.device.type == "cpu" or len(set(sizes)) > 1:
+            return self._exchange_rows(x, sizes, mine)
+        # NCCL works in place where the result is the rank's own chunk.
+        return _reduce_scatter_single(_real(mine), _real(x), group=self.process_group, async_op=True)  # type: ignore[no-any-return]
+
+    def _exchange_rows(self, x: Tensor, sizes: list[int], result: Tensor) -> Work:
+        # Gloo's own reduce-scatter is an all-reduce of everything. Exchanging the rows and adding here sends half as much,
+        # takes about half the time, and sums in rank order.
+        while len(self._exchanges) >= EXCHANGES_UNDER_WAY:
+            self._exchanges.popleft().wait()
+        size = result.numel()
+        rows = x.new_empty(len(sizes), size)
+        work = dist.all_to_all_single(rows.view(-1), x, [size] * len(sizes), sizes, group=self.process_group, async_op=True)
+        self._exchanges.append(_AddingRows(work, rows, x, result))
+        return self._exchanges[-1]
+
+    def start_all_gather_(self, x: Tensor, sizes: list[int]) -> Work:
+        chunks = torch.split(x, sizes)
+        # Gloo's own all-gather works in a buffer as large as the result, and takes longer than everyone's broadcast.
+        if x.device.type != "cpu" and len(set(sizes)) == 1:
+            mine = chunks[dist.get_rank(self.process_group)]
+            return _all_gather_single(x, mine, group=self.process_group, async_op=True)  # type: ignore[no-any-return]
+        works = [
+            dist.broadcast(chunk, group=self.process_group, group_src=index, async_op=True)
+            for index, chunk in enumerate(chunks)
+            if chunk.numel()
+        ]
+        return _All(works)
+
+    def all_to_all(self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]) -> None:
+        dist.all_to_all_single(result, x, receive_sizes, send_sizes, group=self.process_group)
+
+    def broadcast_(self, x: Tensor, src_index: int) -> None:
+        dist.broadcast(x, group=self.process_group, group_src=src_index)
+
+    def send(self, x: Tensor, dst_index: int) -> None:
+        dist.send(x, group=self.process_group, group_dst=dst_index)
+
+    def receive_(self, x: Tensor, src_index: int) -> None:
+        dist.recv(x, group=self.process_group, group_src=src_index)
+
+    def barrier(self) -> None:
+        # NCCL's is a collective on a GPU, and guesses which one if it is not told.
+        device_ids = [self._device.index] if self._device.type == "cuda" else None
+        dist.barrier(group=self.process_group, device_ids=device_ids)
+
+
+EXCHANGES_UNDER_WAY = 2
+"""Each needs room for the rows that come, as much as what is summed."""
+
+
+def _real(x: Tensor) -> Tensor:
+    """The same memory as real numbers. Torch sees to it in all collectives but reduce-scatter; NCCL knows no others."""
+    return torch.view_as_real(x).view(-1) if x.is_complex() else x
+
+
+class _AddingRows:
+    """Adds the rows that came from all members once they are there. Until then it keeps the tensor that is being sent alive."""
+
+    def __init__(self, work: Any, rows: Tensor, sent: Tensor, result: Tensor) -> None:
+        self._under_way: tuple[Any, Tensor, Tensor, Tensor] | None = (work, rows, sent, result)
+
+    def wait(self) -> None:
+        if self._under_way is not None:
+            work, rows, _, result = self._under_way
+            work.wait()
+            torch.sum(rows, 0, dtype=result.dtype, out=result)
+            self._under_way = None
+
+
+class _All:
+    """Several collectives under way."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+_NUM_TAGS = 2**30
+"""Tags are 32-bit; that many messages of one channel are never under way at once."""
+
+
+class ProcessMessages:
+    """See :class:`~shardwright.runtime.ranks.messages.MessageTransport`.
+
+    ``groups``: a process group for each channel ``(sender, receiver)`` of this rank. Gloo tells messages by their tag, so one
+    group may serve all channels. NCCL ignores tags and runs the calls of one group in order, so there each channel needs a
+    group of its own: then neither end waits for what the other one has not started yet.
+    """
+
+    def __init__(self, rank: int, groups: Mapping[tuple[int, int], dist.ProcessGroup]) -> None:
+        self._rank = rank
+        self._groups = groups
+        _holders.add(self)
+
+    def let_go(self) -> None:
+        """Drop the process groups; nothing can be sent after that."""
+        self._groups = {}
+
+    def start_send(self, x: Tensor, dst: int, number: int, what: str) -> Sending:
+        try:
+            work = dist.isend(x, dst, self._groups[self._rank, dst], tag=number % _NUM_TAGS)
+        except RuntimeError as error:
+            raise undeliverable(self._rank, what, dst, _first_line(error)) from error
+        return _ProcessWork(work, x, lambda why: undeliverable(self._rank, what, dst, why))
+
+    def start_receive_(self, x: Tensor, src: int, number: int, what: str) -> Work:
+        try:
+            work = dist.irecv(x, src, self._groups[src, self._rank], tag=number % _NUM_TAGS)
+        except RuntimeError as error:
+            raise lost(self._rank, what, src, _first_line(error)) from error
+        return _ProcessWork(work, x, lambda why: lost(self._rank, what, src, why))
+
+
+class _ProcessWork:
+    """A message under way. It keeps the tensor alive, and names who waits when it fails."""
+
+    def __init__(self, work: Any, x: Tensor, failure: Callable[[str], DistributedError]) -> None:
+        self._work, self._x, self._failure = work, x, failure
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._failure(_first_line(error)) from error
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,237 @@
+"""The world: all ranks of one run, seen from one of them.
+
+Three kinds: :class:`SoloWorld` (one process, nothing initialised), :class:`DistributedWorld` (``torch.distributed``, one
+process per rank) and :class:`~.threads.ThreadWorld` (one thread per rank). :func:`current_world` finds the
+one the calling code runs in; :func:`use_world` sets it for a ``with`` block of one thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright.runtime.errors import DistributedError
+from shardwright.runtime.ranks.communicator import Communicator, Transport
+from shardwright.runtime.ranks.counters import CommunicationCounters
+from shardwright.runtime.ranks.messages import Messages, MessageTransport
+from shardwright.runtime.ranks.process_group import ProcessGroupTransport, ProcessMessages
+
+
+class World(ABC):
+    """All ranks, seen from one.
+
+    ``rank``, ``size``: the caller's number and how many there are. ``device``: where this rank's tensors live. ``counters``:
+    what this rank has communicated.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.counters = CommunicationCounters()
+        self._transports: dict[tuple[int, ...], Transport | None] = {}
+
+    @abstractmethod
+    def _make_transport(self, ranks: tuple[int, ...]) -> Transport | None:
+        """The transport of a group of at least two; ``None`` if this rank is not a member."""
+
+    @abstractmethod
+    def _make_message_transport(self, channels: Sequence[tuple[int, int]]) -> MessageTransport:
+        """What moves the messages of these ``(sender, receiver)``; the same on all ranks, in the same order."""
+
+    def connect(self, channels: Iterable[tuple[int, int]]) -> Messages:
+        """Messages along ``channels``: the pairs ``(sender, receiver)`` of all ranks that will ever send to each other.
+
+        Collective: all ranks of the world call it with the same pairs.
+        """
+        return Messages(self._make_message_transport(sorted(set(channels))), self.counters)
+
+    def group(self, ranks: Sequence[int], name: str) -> Communicator | None:
+        """The communicator of ``ranks``, counted under ``name``; ``None`` if this rank is not one of them.
+
+        All ranks of the world must call it, members or not, in the same order: creating a process group is collective.
+        Groups of the same ranks share one process group.
+        """
+        key = tuple(sorted(ranks))
+        if len(set(key)) != len(key) or not key or key[0] < 0 or key[-1] >= self.size:
+            raise DistributedError(
+                f"a group of ranks {list(ranks)} cannot be made", why=f"the world has ranks 0 to {self.size - 1}, each once"
+            )
+        if len(key) > 1 and key not in self._transports:
+            self._transports[key] = self._make_transport(key)
+        if self.rank not in key:
+            return None
+        return Communicator(self._transports.get(key), key, key.index(self.rank), name, self.counters)
+
+    def partition(self, groups: Sequence[Sequence[int]], name: str) -> Communicator:
+        """Make all ``groups``, of which every rank is in at most one, and return this rank's, or else one of it alone.
+
+        Collective, see :meth:`group`.
+        """
+        mine = [communicator for ranks in groups if (communicator := self.group(ranks, name)) is not None]
+        assert len(mine) <= 1, f"rank {self.rank} is in {len(mine)} of the groups {groups}"
+        return mine[0] if mine else Communicator(None, (self.rank,), 0, name, self.counters)
+
+    @property
+    def everyone(self) -> Communicator:
+        """The group of all ranks. Collective at first use."""
+        communicator = self.group(range(self.size), "world")
+        assert communicator is not None
+        return communicator
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        self.everyone.barrier()
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        """What rank ``src`` passed, on every rank. It must be plain JSON (tuples arrive as lists)."""
+        if self.size == 1:
+            return json.loads(json.dumps(value))
+        text = json.dumps(value).encode() if self.rank == src else b""
+        length = self.everyone.broadcast(torch.tensor([len(text)], device=self.device), src)
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(int(length), dtype=torch.uint8)
+        return json.loads(bytes(self.everyone.broadcast(data.to(self.device), src).tolist()))
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """What every rank passed, by rank. It must be plain JSON (tuples arrive as lists)."""
+        text = json.dumps(value).encode()
+        lengths = torch.cat(self.everyone.all_gather(torch.tensor([len(text)], device=self.device), phase="setup")).tolist()
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)
+        return [json.loads(bytes(item.tolist())) for item in self.everyone.all_gather(data, 0, lengths, phase="setup")]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank {self.rank} of {self.size}, {self.device})"
+
+
+class SoloWorld(World):
+    """One rank, alone."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1, torch.device("cpu"))
+
+    def _make_transport(self, ranks: tuple[int, ...]) -> Transport | None:
+        raise AssertionError("a world of one has no group of several")
+
+    def _make_message_transport(self, channels: Sequence[tuple[int, int]]) -> MessageTransport:
+        assert not channels, "nobody sends to itself"
+        return ProcessMessages(self.rank, {})
+
+
+# [Note: Communicators are made at once]
+# NCCL makes the communicator of a group in the group's first call (unless init_process_group was given a device_id), and that
+# call waits in the host for all members, even if it is asynchronous. A rank that posts a receive ahead would wait for a
+# sender that waits for this rank; so would one that begins to sum the gradients of a shared parameter before others do. So
+# every group makes one call where it is created, which all ranks do in one order.
+
+
+class DistributedWorld(World):
+    """The ranks of ``torch.distributed``, which must be initialised.
+
+    Where NCCL serves CUDA tensors and there are any GPUs the device is the current CUDA device, else the CPU. Raises
+    :class:`DistributedError` if another rank has the same GPU.
+    """
+
+    def __init__(self) -> None:
+        if not dist.is_initialized():
+            raise DistributedError(
+                "torch.distributed is not initialised", hint="run under torchrun and call torch.distributed.init_process_group"
+            )
+        # init_process_group() without a backend takes NCCL for CUDA tensors and gloo for others, GPUs or not.
+        on_cuda = "nccl" in dist.get_backend_config() and torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+        super().__init__(dist.get_rank(), dist.get_world_size(), device)
+        if on_cuda:
+            self._claim_gpu()
+
+    def _claim_gpu(self) -> None:
+        """Refuse a GPU that another rank has claimed: NCCL would fail at its first call, or wait for ever."""
+        gpu = torch.cuda.get_device_properties(self.device).uuid
+        store = dist.distributed_c10d._get_default_store()
+        holder = int(store.compare_set(f"shardwright/gpu/{gpu}", "", str(self.rank)))
+        if holder != self.rank:
+            raise DistributedError(
+                f"ranks {holder} and {self.rank} have the same GPU",
+                why=f"both made it their current device ({self.device} on rank {self.rank}), and NCCL wants one GPU per rank",
+                hint="call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before init_process_group; with more ranks "
+                "than GPUs initialise 'gloo', and they run on the CPU",
+            )
+
+    def _make_transport(self, ranks: tuple[int, ...]) -> Transport | None:
+        process_group = dist.group.WORLD if len(ranks) == self.size else dist.new_group(list(ranks))
+        if self.rank not in ranks:
+            return None
+        assert isinstance(process_group, dist.ProcessGroup)
+        transport = ProcessGroupTransport(process_group, self.device)
+        if self.device.type == "cuda":  # see [Note: Communicators are made at once]
+            transport.all_reduce_(torch.zeros(1, device=self.device), "sum")
+        return transport
+
+    def _make_message_transport(self, channels: Sequence[tuple[int, int]]) -> MessageTransport:
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        if self.device.type == "cpu":
+            return ProcessMessages(self.rank, dict.fromkeys(channels, everyone))
+        groups = {channel: dist.new_group(list(channel)) for channel in channels}
+        for sender, receiver in channels:  # see [Note: Communicators are made at once]
+            if self.rank == sender:
+                dist.send(torch.zeros(1, device=self.device), receiver, groups[sender, receiver])
+            elif self.rank == receiver:
+                dist.recv(torch.zeros(1, device=self.device), sender, groups[sender, receiver])
+        return ProcessMessages(self.rank, {c: group for c, group in groups.items() if self.rank in c and group is not None})
+
+
+class _Current(threading.local):
+    """The world of each thread; a thread without one sees its process's."""
+
+    world: World | None = None
+
+
+_current = _Current()
+_of_process: dict[int, tuple[object, World]] = {}  # at most one entry: the default process group and its world
+_solo = SoloWorld()
+
+# Before the interpreter ends, with what transports hold (runtime/ranks/process_group.py says why).
+atexit.register(_of_process.clear)
+
+
+def current_world() -> World:
+    """The calling thread's world: that of :func:`use_world`, else torch.distributed's if it is initialised, else a solo one."""
+    if _current.world is not None:
+        return _current.world
+    if not (dist.is_available() and dist.is_initialized()):
+        return _solo
+    process_group = dist.group.WORLD
+    known = _of_process.get(0)
+    if known is None or known[0] is not process_group:  # a first or a new init_process_group
+        known = _of_process[0] = (process_group, DistributedWorld())
+    return known[1]
+
+
+@contextmanager
+def use_world(world: World) -> Iterator[World]:
+    """Make ``world`` the current one of this thread inside the ``with`` block."""
+    previous, _current.world = _current.world, world
+    try:
+        yield world
+    finally:
+        _current.world = previous
+
+
+def counters() -> CommunicationCounters:
+    """What the calling rank has communicated so far."""
+    return current_world().counters
+
+
+@contextmanager
+def count_communication() -> Iterator[CommunicationCounters]:
+    """What the calling rank communicates inside the ``with`` block."""
+    with counters().listen() as volume:
+        yield volume

@@ -1,0 +1,243 @@
+"""What is trained, and how its gradients lie on the ranks: the compiled and the ordinary parts of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import ConfigError, UsageError
+from shardwright.runtime.layout import ZERO, Layout, Mesh
+from shardwright.runtime.module.compiled import CompiledModule
+from shardwright.runtime.ranks.checksum import differing
+from shardwright.runtime.ranks.communicator import Communicator
+from shardwright.runtime.ranks.groups import RankMesh
+from shardwright.runtime.ranks.world import current_world
+from shardwright.runtime.training.bucket import Bucket, DtypeRule, GradientSum, hold_gradients_in, pack
+from shardwright.runtime.training.gradnorm import counts_here
+from shardwright.runtime.training.reducer import Reducer
+from shardwright.runtime.zero.build import sharded_buckets
+from shardwright.runtime.zero.settings import ReductionSettings
+from shardwright.runtime.zero.wholes import CutParameter
+
+
+class TrainedModel:
+    """A module to be trained. Making one is collective: it makes the groups that gradients are summed over.
+
+    ``parallel_modules``: the compiled parts. ``ranks``: this rank's place in the units. ``sums``: over which ranks each
+    gradient is summed. ``cut``: the parameters of which this rank holds a piece only. ``settings``: how gradients are reduced,
+    and optimizer state is split.
+
+    The gradient of a compiled parameter is summed over the axes on which its layout is gradient-partial, over the pipeline
+    stages that hold it, and over the units.
+    Ordinary parts run alike on all ranks of a unit, so their gradients are summed over the units only.
+
+    How gradients are reduced is what the compiled parts were compiled with, or what ``config`` says where there are none.
+
+    Raises :class:`ConfigError` if the compiled parts, ``config`` and the world do not agree on the size of a unit or on how
+    gradients are reduced, or if a part was compiled for inference.
+    """
+
+    def __init__(self, module: nn.Module, config: ComputeConfig | None) -> None:
+        self.world = current_world()
+        self.parallel_modules = [part for part in module.modules() if isinstance(part, CompiledModule)]
+        self.ranks = self._unit(config)
+        self._config = self._agreed(config)
+        self.settings = ReductionSettings.of(self._config, self.ranks.num_units)
+        self.sums: list[GradientSum] = []
+        self.cut: list[CutParameter] = []
+        self._ordinary: dict[str, Tensor] = {}
+        self._compiled: dict[str, Tensor] = {}
+        self._shared: list[tuple[str, Tensor, Communicator]] = []
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        compiled = {id(parameter) for part in self.parallel_modules for parameter in part.parameters()}
+        # Ordinary parts come first, so that their buckets are the last: backward reaches them before and after the compiled
+        # ones, and a bucket that completes late must not hold up others.
+        for name, parameter in module.named_parameters():
+            if id(parameter) not in compiled and parameter.requires_grad:
+                layout = Layout.whole(tuple(parameter.shape))
+                self._add(name, parameter, layout, self.ranks, self.ranks.units.communicator, counts_here(layout, self.ranks))
+                self._ordinary[name] = parameter
+        for part in self.parallel_modules:
+            groups = part.gradient_groups()
+            # Backward reaches last what forward uses first. What it never reaches must not hold up others either.
+            use = {name: position for position, name in enumerate(part.use_order)}
+            for declaration, parameter in sorted(part.trained_parameters(), key=lambda item: use.get(item[0].name, -1)):
+                name, group = names[id(parameter)], groups[declaration.name]
+                is_counted = part.is_counted(declaration)
+                is_shared, over_units = declaration.name in part.shared, ZERO in declaration.layout.cut_axes
+                self._add(name, parameter, declaration.layout, part.ranks_of(declaration), group, is_counted, is_shared)
+                if not over_units:
+                    self._compiled[name] = parameter
+                if is_shared or (over_units and group.size > 1):
+                    self._shared.append((name, parameter, group))
+
+    def part_elsewhere(self) -> str | None:
+        """In words, one thing of the model that this rank has not all of, if there is any."""
+        for item in self.cut:
+            return f"{item.name!r} lies in pieces as {item.layout}"
+        for part in self.parallel_modules:
+            held = dict(part.named_parameters())
+            for name in part.use_order:
+                if name not in held:
+                    return f"{name!r} is on other pipeline stages than rank {self.world.rank}"
+        return None
+
+    def check_copies(self) -> None:
+        """Compare, by checksums, the trained parameters of which several ranks hold copies that nothing else keeps equal:
+        ordinary ones on all ranks, compiled ones between the units and pipeline stages that hold the same. Collective.
+
+        Raises :class:`UsageError` naming the parameter and the ranks: trained on, the copies would stay different.
+        """
+        units = self.ranks.units.communicator
+        differences = [differing(self._ordinary, self.world.everyone), differing(self._compiled, units)]
+        differences += [differing({name: parameter}, group) for name, parameter, group in self._shared]
+        mine = next((found for found in differences if found is not None), None)
+        for found in self.world.all_gather_object(mine):  # ranks outside the group that differs must not go on alone
+            if found is not None:
+                name, alike = found
+                raise UsageError(
+                    f"parameter {name!r} does not start with the same values everywhere",
+                    why="these ranks agree with each other: " + "; ".join(", ".join(map(str, ranks)) for ranks in alike),
+                    hint="seed all ranks alike before making the module, or call "
+                    f"broadcast_weights(module, {1 if name in self._ordinary else self.ranks.mesh.size}) before the first step",
+                )
+
+    def total_loss(self, loss: Tensor | float, divisor: int) -> Tensor | float:
+        """The sum over the units of each one's scalar loss, divided by ``divisor``. Collective."""
+        if self.ranks.num_units == 1:
+            return loss
+        total = self.ranks.units.communicator.all_reduce(torch.as_tensor(loss, device=self.world.device), phase="gradients")
+        return total / divisor if isinstance(loss, Tensor) else float(total) / divisor
+
+    def make_reducer(self, whole_parameters: bool | None = None, exchanged: Collection[str] = ()) -> Reducer:
+        """A reducer for all gradients. It takes the parameters over from reducers made earlier. Collective.
+
+        ``whole_parameters``: where optimizer state is split, whether each parameter goes to one rank; ``None`` for a reducer
+        without an optimizer, which gives all ranks all gradients, in the dtype of the parameters. ``exchanged``: names of
+        parameters whose whole tensors the optimizer gets from several ranks.
+        """
+        for item in self.sums:
+            older = getattr(item.parameter, _REDUCER, None)
+            if older is not None:
+                older.detach()
+        settings = self.settings
+        sharded = whole_parameters is not None and settings.makes_shards
+        # Filled from the end, as backward does.
+        dtype_of: DtypeRule = settings.gradient_dtype if sharded else _unchanged
+        packed = pack(list(reversed(self.sums)), settings.bucket_cap_bytes, dtype_of, apart=exchanged)
+        buckets: list[Bucket]
+        if sharded:
+            owned = bool(whole_parameters)
+            buckets = sharded_buckets(self.world, packed, settings, whole_parameters=owned, exchanged=exchanged)
+        else:
+            buckets = [Bucket(members) for members in packed]
+        reducer = Reducer(
+            buckets,
+            divisor=settings.divisor,
+            asynchronous=settings.asynchronous,
+            frees_gradients=sharded and settings.frees_gradients,
+            cause=settings.early_cause if sharded else "use_async_reducer",
+        )
+        for item in self.sums:
+            setattr(item.parameter, _REDUCER, reducer)
+        for part in self.parallel_modules:
+            part.reducer = reducer
+            for parameter in part.copied_parameters():  # as on the ranks that train them
+                held = dtype_of if settings.contiguous_gradients else _unchanged
+                hold_gradients_in(parameter, held(parameter.dtype))
+        return reducer
+
+    def _add(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        layout: Layout,
+        ranks: RankMesh,
+        group: Communicator,
+        is_counted: bool,
+        is_shared: bool = False,
+    ) -> None:
+        # The first pieces of a cut are the largest.
+        largest = prod(layout.local_shape(ranks.mesh, dict.fromkeys(ranks.mesh.names, 0)))
+        self.sums.append(GradientSum(name, parameter, group, largest, layout, is_counted, is_shared))
+        if any(ranks.mesh.axis_size(axis) > 1 for axis in layout.cut_axes):
+            self.cut.append(CutParameter(name, parameter, layout, ranks, is_counted))
+
+    def _agreed(self, config: ComputeConfig | None) -> ComputeConfig | None:
+        """The config whose settings of the reducer hold, if there is any."""
+        configs = [(type(part).__name__, part.compute_config) for part in self.parallel_modules]
+        known = [(title, compiled) for title, compiled in configs if compiled is not None]
+        for title, compiled in known:
+            if compiled.inference_only:
+                raise ConfigError(
+                    f"{title} was compiled for inference and cannot be trained",
+                    why="it has inference_only=True: no backward was made, and its parameters get no gradients",
+                    hint="compile it without inference_only",
+                )
+        asked = config
+        if config is not None and config.leaves_zero_to_plan:
+            if not known:
+                raise ConfigError(
+                    "use_zero='auto' leaves the stage of ZeRO to a plan, and there is none",
+                    why="no part of the module was compiled",
+                    hint="name a stage, use_zero=0 to 3",
+                )
+            asked = config.with_zero(known[0][1].zero_stage)
+        for name in REDUCER_SETTINGS:
+            values = {repr(getattr(compiled, name)): title for title, compiled in known}
+            if len(values) > 1:
+                raise ConfigError(
+                    f"the compiled modules disagree on {name}",
+                    why=", ".join(f"{title} is compiled with {value}" for value, title in values.items()),
+                    hint=f"compile all of them with one {name}: their gradients are reduced together",
+                )
+            if asked is not None and known and getattr(asked, name) != getattr(known[0][1], name):
+                raise ConfigError(
+                    f"compute_config has {name}={getattr(asked, name)!r}, "
+                    f"but {known[0][0]} was compiled with {getattr(known[0][1], name)!r}",
+                    hint="leave compute_config out, or compile again with the same one",
+                )
+        return known[0][1] if known else config
+
+    def _unit(self, config: ComputeConfig | None) -> RankMesh:
+        sizes = {part.mesh.size: type(part).__name__ for part in self.parallel_modules}
+        if len(sizes) > 1:
+            raise ConfigError(
+                "the compiled modules disagree on the number of ranks in a unit",
+                why=", ".join(f"{name} is compiled for {size}" for size, name in sorted(sizes.items())),
+                hint="compile all of them with one plan_ngpus",
+            )
+        plan_ngpus = next(iter(sizes), 1 if config is None else config.plan_ngpus)
+        if config is not None and (config.plan_ngpus, config.runtime_ngpus) != (plan_ngpus, self.world.size):
+            raise ConfigError(
+                "compute_config does not describe this run",
+                why=f"it has plan_ngpus={config.plan_ngpus} and runtime_ngpus={config.runtime_ngpus}; "
+                f"units have {plan_ngpus} rank(s) here and {self.world.size} are running",
+                hint="pass the config that the module was compiled with, or leave it out",
+            )
+        if self.parallel_modules:
+            return self.parallel_modules[0].ranks
+        return RankMesh(Mesh((("unit", plan_ngpus),)), self.world)
+
+
+def _unchanged(dtype: torch.dtype) -> torch.dtype:
+    return dtype
+
+
+REDUCER_SETTINGS = (
+    "grad_reduction",
+    "use_async_reducer",
+    "reducer_bucket_cap_mb",
+    "use_zero",
+    "zero_ngroups",
+    "zero_use_reduce_scatter",
+    "distributed_optimizer",
+)
+"""The fields of a config that say how gradients are reduced, and how optimizer state is split."""
+
+# A parameter has one reducer at a time: two would sum its gradient twice.
+_REDUCER = "_shardwright_reducer"

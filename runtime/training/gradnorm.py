@@ -1,0 +1,68 @@
+"""What is asked of all gradients together: their norm, every distinct element counted once under any layout, and whether
+they are finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.runtime.errors import UsageError
+from shardwright.runtime.layout import Layout
+from shardwright.runtime.ranks.communicator import Communicator
+from shardwright.runtime.ranks.groups import RankMesh
+
+
+def counts_here(layout: Layout, ranks: RankMesh) -> bool:
+    """Whether this rank counts its piece of a tensor: it is the first of those that hold the same piece."""
+    cut = layout.cut_axes
+    return ranks.is_member and ranks.unit == 0 and all(index == 0 for axis, index in ranks.coords.items() if axis not in cut)
+
+
+def global_norm(counted: Iterable[Tensor], everyone: Communicator, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The 2-norm of all gradients as a scalar of ``dtype``, the same on all ranks. Collective.
+
+    ``counted``: the tensors whose ``grad`` this rank counts, see :func:`counts_here`; gradients must have been summed.
+    """
+    norms = [
+        torch.linalg.vector_norm(tensor.grad, dtype=torch.promote_types(dtype, tensor.grad.dtype))
+        for tensor in counted
+        if tensor.grad is not None and tensor.grad.numel()
+    ]
+    # Squares in float64: a sum of squares overflows float32 long before the norm does.
+    squares = torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
+    return everyone.all_reduce(squares, phase="gradients").sqrt().to(dtype)
+
+
+def norm_dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:
+    """The widest dtype among the parameters, at least float32; of complex ones that of their parts."""
+    dtype = torch.float32
+    for parameter in parameters:
+        dtype = torch.promote_types(dtype, parameter.dtype.to_real())
+    return dtype
+
+
+def unscale(gradients: Iterable[Tensor], factor: float, device: torch.device) -> Tensor:
+    """Multiply gradients in place; a scalar on ``device`` that is above 0 if one of them was infinite or not a number.
+
+    Raises :class:`UsageError` for float16 ones.
+    """
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient.numel():
+            by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient.detach())
+    if any(dtype == torch.float16 for _, dtype in by_kind):
+        raise UsageError(
+            "gradients are float16, and dividing them by the scale would lose what it was for",
+            why="the parameters are float16 and the optimizer updates them directly",
+            hint="keep float32 parameters and compute in autocast, or let the optimizer keep float32 masters: "
+            "ComputeConfig(distributed_optimizer={})",
+        )
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    for (place, _), alike in by_kind.items():
+        found = torch.zeros(1, dtype=torch.float32, device=place)
+        torch._amp_foreach_non_finite_check_and_unscale_(alike, found, torch.full((1,), factor, device=place))
+        total += found.to(device).squeeze(0)
+    return total

@@ -1,0 +1,225 @@
+"""The reducer: sums parameter gradients over the ranks that hold summands of them.
+
+Which ranks those are follows from the plan: the mesh axes on which a parameter's layout is gradient-partial (G), times the
+units. Each gradient is summed exactly once between ``zero_grad`` and ``step``.
+
+With ``asynchronous`` the sum of a bucket starts in backward, as soon as all its gradients are there and all buckets before it
+have started: the order of collectives is the same on all ranks, whatever each of them used. What has not started by then
+starts in :meth:`Reducer.sync`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shardwright.runtime.errors import UsageError
+from shardwright.runtime.training.bucket import Bucket
+
+ReducerHook = Callable[["Reducer", Tensor], Any]
+"""Called with the reducer and the flat gradients [elements] of one bucket, which it may change in place."""
+
+Hooks = OrderedDict[int, ReducerHook]  # handles hold a weak reference to it, which a plain dict does not allow
+
+
+class Reducer:
+    """Sums gradients over ranks, in buckets.
+
+    ``buckets``: in the order in which backward is expected to fill them. ``divisor``: the number of units where gradients are
+    averaged over them, else 1. ``asynchronous``: buckets are summed while backward runs. ``frees_gradients``: they are summed
+    in backward in any case, and freed then. ``cause``: the setting that one of these comes from, for messages.
+    ``num_rounds``: how often gradients have been asked for anew, after a step or when they were cleared.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        divisor: int = 1,
+        asynchronous: bool = False,
+        frees_gradients: bool = False,
+        cause: str = "use_async_reducer",
+    ) -> None:
+        self.buckets = buckets
+        self.divisor = divisor
+        self.asynchronous = asynchronous
+        self.frees_gradients = frees_gradients
+        self._cause = cause
+        self.is_synced = False
+        self.num_rounds = 0
+        self._next = 0  # the first bucket that has not started
+        self._holding = False
+        self._pre_hooks: Hooks = OrderedDict()
+        self._post_hooks: Hooks = OrderedDict()
+        self._handles = [
+            member.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                self._on_gradient(bucket, index)
+            )
+            for bucket in self.buckets
+            for index, member in enumerate(bucket.members)
+        ]
+
+    @property
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All parameters whose gradients are looked after, bucket by bucket."""
+        return (member.parameter for bucket in self.buckets for member in bucket.members)
+
+    @property
+    def holders(self) -> list[Tensor]:
+        """Tensors whose ``grad``, together, are all reduced gradients, each element once."""
+        return [tensor for bucket in self.buckets for tensor in bucket.holders]
+
+    @property
+    def counted(self) -> list[Tensor]:
+        """Those holders that this rank counts where every distinct element is counted once."""
+        return [tensor for bucket in self.buckets for tensor in bucket.counted]
+
+    def sync(self) -> None:
+        """Sum every gradient that has not been summed since it was cleared. Collective; a second call does nothing.
+
+        Raises :class:`UsageError` inside :meth:`no_sync`.
+        """
+        if self._holding:
+            raise UsageError(
+                "gradients cannot be synchronised inside no_sync()",
+                why="there they are only accumulated",
+                hint="leave the no_sync() block before the last backward",
+            )
+        if self.is_synced:
+            return
+        for bucket in self.buckets:
+            if not bucket.started and not bucket.is_reduced:
+                bucket.start(self._before)
+        for bucket in self.buckets:
+            if bucket.started:
+                bucket.finish(self.divisor, self._after)
+        self.is_synced = True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside the block only accumulate; the sums are taken with those of the first one after it."""
+        previous, self._holding = self._holding, True
+        try:
+            yield
+        finally:
+            self._holding = previous
+
+    def end_round(self) -> None:
+        """After one of several backward passes: reduce and free what it has brought, where gradients are freed. Collective."""
+        if not self.frees_gradients:
+            return
+        for bucket in self.buckets:
+            if not bucket.is_local:
+                if not bucket.started:
+                    bucket.start(self._before)
+                bucket.end_round()
+        self._expect()
+
+    def clear(self, set_to_none: bool = True) -> None:
+        """Forget all gradients: the next backward begins anew."""
+        self.reopen()
+        for bucket in self.buckets:
+            bucket.clear(set_to_none)
+
+    def reopen(self) -> None:
+        """Expect new gradients: after a step."""
+        if not self.is_synced:
+            for bucket in self.buckets:
+                bucket.wait()  # for sums under way that nobody asked for: their buffers must not be touched before
+        self.is_synced = False
+        self.num_rounds += 1
+        self._expect()
+
+    def _expect(self) -> None:
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.started = False
+            bucket.arrived.clear()
+
+    def register_pre_hook(self, hook: ReducerHook) -> RemovableHandle:
+        """Call ``hook(reducer, gradients)`` before each bucket is summed."""
+        return _register(self._pre_hooks, hook)
+
+    def register_post_hook(self, hook: ReducerHook) -> RemovableHandle:
+        """Call ``hook(reducer, gradients)`` after each bucket was summed (and averaged)."""
+        return _register(self._post_hooks, hook)
+
+    def detach(self) -> None:
+        """Stop looking after the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether it still sums: none was made for the same parameters since."""
+        return bool(self._handles) or not self.buckets
+
+    def _on_gradient(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
+        member = bucket.members[index]
+
+        def arrive(parameter: Tensor) -> None:
+            if bucket.has_reduced(index):
+                raise UsageError(
+                    f"backward reached {member.name!r} after its gradient was synchronised",
+                    why="each gradient is summed over the ranks once; adding to a sum would count it again",
+                    hint="call optimizer.zero_grad() before this backward; to accumulate, synchronise after the last one",
+                )
+            if self.is_synced:  # the user cleared the gradients by other means than the optimizer's zero_grad
+                self.reopen()
+            if (self.asynchronous or self.frees_gradients) and not self._holding:
+                self._refuse_second_backward(bucket, index)
+                bucket.take(index)
+                bucket.arrived.add(index)
+                self._start_complete()
+            else:
+                bucket.take(index)
+
+        return arrive
+
+    def _start_complete(self) -> None:
+        """Start buckets in order as far as they are complete."""
+        while self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
+            if len(bucket.arrived) < len(bucket.members):
+                return
+            bucket.start(self._before)
+            self._next += 1
+            if self.frees_gradients:
+                # One bucket may be under way while the next one fills.
+                self._free(self._next - 2 if self.asynchronous else self._next - 1)
+
+    def _free(self, index: int) -> None:
+        # Other stages reduce what they share at another point of their programs, which may come after what this one does next.
+        if index >= 0 and not self.buckets[index].members[0].is_shared:
+            self.buckets[index].end_round()
+
+    def _refuse_second_backward(self, bucket: Bucket, index: int) -> None:
+        if bucket.started or index in bucket.arrived:
+            raise UsageError(
+                f"a second backward reached {bucket.members[index].name!r} before the step",
+                why=f"with {self._cause} the first one already started to sum gradients over the ranks",
+                hint=f"run all backward passes but the last inside `with optimizer.no_sync():`, or train without {self._cause}",
+            )
+
+    def _before(self, gradients: Tensor) -> None:
+        with torch.no_grad():
+            for hook in tuple(self._pre_hooks.values()):
+                hook(self, gradients)
+
+    def _after(self, gradients: Tensor) -> None:
+        with torch.no_grad():
+            for hook in tuple(self._post_hooks.values()):
+                hook(self, gradients)
+
+
+def _register(hooks: Hooks, hook: ReducerHook) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle

@@ -1,0 +1,48 @@
+"""Process groups are gone when the interpreter ends: their threads must not free anything after that."""
+
+import subprocess
+import sys
+
+LEAVING = """
+import atexit
+from pathlib import Path
+
+PF_EXITING = 4  # one that has been joined may be listed a moment longer
+
+def threads():
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            stat = (task / "stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        name, _, fields = stat.partition("(")[2].rpartition(")")
+        if not int(fields.split()[6]) & PF_EXITING:
+            yield name
+
+@atexit.register  # before all others, so it runs after them
+def show_threads():
+    print(sorted(threads()))
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", init_method="file://{store}", rank=0, world_size=1)
+torch._subclasses.fake_tensor.FakeTensorMode()  # imports torch._dynamo, as tracing does
+
+from shardwright.runtime.ranks.process_group import ProcessGroupTransport, ProcessMessages
+from shardwright.runtime.ranks.world import current_world
+
+world = current_world()
+kept = ProcessGroupTransport(dist.group.WORLD, torch.device('cpu')), ProcessMessages(0, {{(0, 1): dist.group.WORLD}})
+kept[0].barrier()
+dist.destroy_process_group()
+show_threads()
+"""
+
+
+def test_no_thread_of_a_destroyed_group_sees_the_interpreter_end(tmp_path):
+    code = LEAVING.format(store=tmp_path / "store")
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    before, after = done.stdout.splitlines()
+    assert "pt_gloo_runloop" in before, "somebody holds the group up to here: else this shows nothing"
+    assert "gloo" not in after

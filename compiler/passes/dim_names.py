@@ -64,6 +64,10 @@ def name_classes(graph: IRGraph, dims: ModelDims) -> ModelDims:
 
 def _name_by_operators(graph: IRGraph, dims: ModelDims, give: Callable[[tuple[int, ...], str], None]) -> None:
     for op in graph.ops:
+        if op.target == "scaled_dot_product_attention":
+            queries, keys = (dims.values[op.arg(name).name][-2] for name in ("query", "key"))
+            if queries == keys:  # a sequence that attends to itself
+                give(queries, "seq")
         for argument, words in _ATTENTION_DIMS.get(op.target, ()):
             value = op.arg(argument)
             if value.ndim < 4:

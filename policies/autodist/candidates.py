@@ -119,7 +119,7 @@ def staged(
 
 ROLES: Sequence[tuple[str, frozenset[str]]] = (
     ("dp", frozenset({"batch"})),
-    ("sp", frozenset({"seq", "kv_seq"})),
+    ("sp", frozenset({"seq", "query_seq", "key_seq"})),
     ("ep", frozenset({"experts"})),
     ("tp", frozenset({"heads", "kv_heads", "ffn", "vocab", "head_dim", "hidden"})),
 )

@@ -1,0 +1,71 @@
+"""Sequences split inside attention: chosen where it pays, called by its name, explained, and trained like one device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import plans
+import pytest
+import torch
+import torch.nn.functional as F
+from planning import slow_machine
+from torch import Tensor, nn
+
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.verification.verify import verify
+from shardwright.policies.autodist.explain import Request, binding, explain_operator, factor_dims
+from shardwright.policies.autodist.options import AutodistOptions
+from shardwright.policies.autodist.policy import search
+from shardwright.runtime.config import ComputeConfig
+
+INPUTS = {"x": torch.randn(2, 24, 12, generator=torch.Generator().manual_seed(0)).double()}
+
+
+class Long(nn.Module):
+    """Attention with few heads over many positions, which no mask tells apart."""
+
+    def __init__(self, heads: int = 3, width: int = 12) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = heads
+        self.mixed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, _ = x.shape
+        query, key, value = (t.view(batch, seq, self.heads, -1).transpose(1, 2) for t in self.mixed(x).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(query, key, value)
+        return self.out(attended.transpose(1, 2).reshape(batch, seq, -1)).square().mean()
+
+
+def graph() -> PlannableGraph:
+    return plans.annotated(plans.traced(Long().double(), INPUTS))
+
+
+def config_of(num_ranks: int, **options: object) -> ComputeConfig:
+    return ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, pas_config=options)
+
+
+def test_the_sequence_is_split_where_that_is_fastest() -> None:
+    """Batch and heads do not divide by 4; every rank takes its queries, and all keys and values."""
+    model, options = graph(), AutodistOptions(max_axes=1)
+    best = search(model, config_of(4), options, slow_machine(4)).best
+    assert best is not None and best.title == "sp=4"
+    request = Request(model, config_of(4), options, slow_machine(4), best)
+    (attention,) = [op.name for op in model.ops if op.target == "scaled_dot_product_attention"]
+    assert factor_dims(model, attention)["q"] == "seq"
+    choices = explain_operator(request, attention)
+    assert [choice.name for choice in choices if choice.chosen] == ["sp=split:q"]
+    assert min(choice.step_s for choice in choices if not choice.chosen) > best.step_s
+    assert binding(request, attention, choices) == "nothing: no other choice is faster on this mesh"
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_it_trains_like_one_device(num_ranks: int, tmp_path: Path) -> None:
+    (tmp_path / "slow.json").write_text(slow_machine(num_ranks).dumps())
+    options = {"hardware": str(tmp_path / "slow.json"), "save_plan": str(tmp_path / "plan.json")}
+    config = config_of(num_ranks, degrees={"sp": num_ranks}, **options)
+    report = verify(Long(), INPUTS, "autodist", config, steps=2)
+    assert report.ok, str(report)
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert {"sp": "split:q"} in plan["strategies"].values()

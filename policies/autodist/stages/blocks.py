@@ -46,8 +46,8 @@ def block_costs(
     """The blocks that begin at the positions ``starts`` of the graph's operators. ``parts``: by block, what may be computed
     again; with ``only``, what it names is, and nothing else may be.
 
-    Adapters count to the block that needs them, what the model itself computes again in the backward; a parameter, its gradient, optimizer state, reduction and update to the first
-    block that uses it.
+    Adapters count to the block that needs them, what the model itself computes again in the backward; a parameter, its
+    gradient, optimizer state, reduction and update to the first block that uses it.
     """
     forward, backward, kept = walk.forward_s, walk.backward_s, walk.kept
     held, added, once = ([0.0] * len(starts) for _ in range(3))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Set
 from shardwright.compiler.cost.local import local_bytes
 from shardwright.compiler.cost.saved import saved_for_backward
 from shardwright.compiler.ir.value import IRValue
-from shardwright.compiler.plan.program import Adapt, Compute, Instruction
+from shardwright.compiler.plan.program import Compute, Instruction
 from shardwright.runtime.layout import Layout, Mesh
 
 VIEWS = frozenset(("grad_all_reduce", "grad_keep_one"))

@@ -17,7 +17,7 @@ from shardwright.policies.autodist.joining import joined
 from shardwright.policies.autodist.moving import moved
 from shardwright.policies.autodist.space import Space
 from shardwright.policies.autodist.stages.blocks import Costs, block_costs, operator_times
-from shardwright.policies.autodist.stages.chain import Part, block_starts, layer_blocks, layer_list, layer_parts
+from shardwright.policies.autodist.stages.chain import Part, block_starts, layer_blocks, layer_parts, layer_pattern
 from shardwright.policies.autodist.stages.menu import Block, Menu, Tables
 from shardwright.policies.autodist.stages.messages import Messages, RanksOf
 from shardwright.policies.autodist.stages.split import InFlight, NoFit, NoGain, Split, may_take_less, split_stages
@@ -279,12 +279,12 @@ def _matches(path: str, pattern: str) -> bool:
 
 def _shortened(parts: Sequence[Part], layers: Mapping[int, str]) -> tuple[str, ...]:
     """Their paths; ``model.layers.*`` or ``model.layers.*.mlp`` where those of all layers of a list are meant."""
-    every = Counter(layer_list(path) for path in layers.values())
+    every = Counter(map(layer_pattern, layers.values()))
     found: dict[str, list[Part]] = {}
     for part in parts:
         found.setdefault(part.pattern, []).append(part)
     names: list[str] = []
     for pattern, members in found.items():
-        stem = layer_list(pattern.replace("*", "0", 1))
+        stem = f"{pattern.partition('*')[0]}*"
         names += [pattern] if len(members) == every[stem] > 1 else [part.path for part in members]
     return tuple(names)

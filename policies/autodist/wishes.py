@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.policies.autodist.placement.lean import Weight
 from shardwright.policies.autodist.space import Space, Wish
-from shardwright.policies.autodist.stages.chain import layer_blocks, layer_list
+from shardwright.policies.autodist.stages.chain import layer_blocks, layer_pattern
 from shardwright.runtime.layout import Mesh
 
 AGAIN = Weight(heavy=1 / 3, momentary=0.0)
@@ -26,7 +26,7 @@ def wishes(graph: IRGraph, space: Space, num_positions: int, mesh: Mesh, ranks: 
         yield Wish(mesh, ranks, space.num_microbatches, memory, in_flight, given)
         if space.recompute is None:
             layers = layer_blocks(graph)[1]
-            every = tuple(dict.fromkeys(f"{layer_list(path)}.*" for path in layers.values()))
+            every = tuple(dict.fromkeys(map(layer_pattern, layers.values())))
             if every:
                 yield Wish(mesh, ranks, space.num_microbatches, memory, in_flight, lean=AGAIN)
                 yield Wish(mesh, ranks, space.num_microbatches, memory, in_flight, every)

@@ -173,8 +173,12 @@ def _parts_by_place(graph: IRGraph) -> dict[int, list[Part]]:
 
 
 def _variables(graph: IRGraph) -> frozenset[str]:
-    """The values that live until the forward returns."""
-    stretch = {op.name: (container_of(op.module_path), op.region) for op in graph.ops}
+    """The values that live until the forward returns, whatever is computed again."""
+    stretch: dict[str, tuple[object, object]] = {op.name: (container_of(op.module_path), op.region) for op in graph.ops}
+    starts, layers = layer_blocks(graph)
+    for block, path in layers.items():  # with a number or without: it becomes a method where it is computed again
+        for op in graph.ops[starts[block] : starts[block + 1] if block + 1 < len(starts) else len(graph.ops)]:
+            stretch[op.name] = path, op.region
     uses = graph.uses()
     return frozenset(
         value.name

@@ -5,19 +5,21 @@ transformer, between blocks and between attention and feed-forward. So places ar
 no block between two places takes more than a small share of the whole, and slivers are joined with their neighbours.
 
 Where layers may have to be computed again, they are the blocks (:func:`layer_blocks`), and each may be computed again as
-a whole, or modules that it consists of (:func:`layer_parts`).
+a whole, or modules that it consists of (:func:`layer_parts`). Layers are numbered modules; of a model that has none worth it,
+the largest modules that are at most half of it.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.passes.stages import from_nothing
-from shardwright.compiler.plan.blocks import container_of
+from shardwright.compiler.plan.blocks import MIN_RUN, container_of, container_path
 from shardwright.policies.partition import cut_traffic
 
 MAX_BLOCKS = 192
@@ -49,10 +51,10 @@ def block_starts(graph: IRGraph, times: Sequence[float], num_stages: int) -> lis
 
 
 def layer_blocks(graph: IRGraph) -> tuple[list[int], dict[int, str]]:
-    """``(starts, layers)``: blocks that begin where a layer, a numbered module, begins or ends; and the module path of each
-    block that is a whole layer and not part of a recompute region yet.
+    """``(starts, layers)``: blocks that begin where a layer begins or ends; and the module path of each block that is a whole
+    layer and not part of a recompute region yet.
     """
-    paths = [_layer(op.module_path) for op in graph.ops]
+    paths = _layers(graph)
     traffic = cut_traffic(graph, from_nothing(graph))
     starts = [i for i in range(len(paths)) if i == 0 or (paths[i] != paths[i - 1] and math.isfinite(traffic[i]))]
     layers = {}
@@ -67,7 +69,7 @@ def layer_blocks(graph: IRGraph) -> tuple[list[int], dict[int, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A module whose operators stand together: ``graph.ops[start:stop]``. ``pattern``: its path with ``*`` for the layer."""
+    """A module whose operators stand together: ``graph.ops[start:stop]``. ``pattern``: its path, ``*`` for a layer's number."""
 
     path: str
     pattern: str
@@ -80,7 +82,7 @@ def layer_parts(graph: IRGraph, starts: Sequence[int], layers: Mapping[int, str]
     found = {}
     for block, layer in layers.items():
         start, stop = starts[block], starts[block + 1] if block + 1 < len(starts) else len(graph.ops)
-        stem, length = f"{layer.rpartition('.')[0]}.*", layer.count(".") + 1
+        stem, length = layer_pattern(layer), layer.count(".") + 1
         places: dict[str, list[int]] = {}
         for index in range(start, stop):
             names = graph.ops[index].module_path.split(".")
@@ -92,17 +94,43 @@ def layer_parts(graph: IRGraph, starts: Sequence[int], layers: Mapping[int, str]
     return found
 
 
-def layer_list(path: str) -> str:
-    """``model.layers`` of ``model.layers.3`` and what is inside of it."""
-    found = container_of(path)
-    assert found is not None
-    return found[0]
+def layer_pattern(path: str) -> str:
+    """``model.layers.*`` of ``model.layers.3``, for all layers of that list; a layer without a number stands for itself."""
+    stem, _, name = path.rpartition(".")
+    return f"{stem}.*".removeprefix(".") if name.isdecimal() else path
 
 
-def _layer(module_path: str) -> str | None:
-    """The outermost numbered module of a path: ``model.layers.3`` of ``model.layers.3.mlp``."""
+def _layers(graph: IRGraph) -> list[str | None]:
+    """By operator the path of its layer: the outermost numbered module, ``model.layers.3`` of ``model.layers.3.mlp``; or the
+    outermost of the large modules where no numbered one has more than a few operators of its own.
+    """
+    paths = [op.module_path for op in graph.ops]
+    numbered = [_numbered(path) for path in paths]
+    sizes = Counter(numbered)
+    if any(own and (path != own or sizes[own] >= MIN_RUN) for path, own in zip(paths, numbered, strict=True)):
+        return numbered
+    large = _large_modules(paths)
+    found = ([path for path in _with_those_around(own) if path in large] for own in paths)
+    return [around[0] if around else own for around, own in zip(found, numbered, strict=True)]
+
+
+def _numbered(module_path: str) -> str | None:
     found = container_of(module_path)
-    return None if found is None else ".".join(filter(None, (found[0], str(found[1]))))
+    return None if found is None else container_path(found)
+
+
+def _large_modules(paths: Sequence[str]) -> set[str]:
+    """Modules of several operators, at most half of all, that stand together."""
+    places: dict[str, list[int]] = {}
+    for index, own in enumerate(paths):
+        for path in _with_those_around(own):
+            places.setdefault(path, []).append(index)
+    return {path for path, at in places.items() if 1 < len(at) == at[-1] - at[0] + 1 <= len(paths) / 2}
+
+
+def _with_those_around(module_path: str) -> list[str]:
+    """``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
+    return list(itertools.accumulate(module_path.split("."), "{}.{}".format)) if module_path else []
 
 
 def _block_times(places: Sequence[int], times: Sequence[float]) -> list[float]:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import planning
 import pytest
+import torch
 from plans import zoo_graph
+from torch import Tensor, nn
 
+from shardwright.compiler.compile import compile_graph
+from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.hardware import load_hardware
 from shardwright.compiler.plan.amounts import amount
+from shardwright.compiler.verification.verify import verify
 from shardwright.policies.autodist.found import Found
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.policy import search, settled
@@ -60,3 +66,37 @@ def test_with_more_memory_the_plan_is_faster() -> None:
         assert best is not None
         steps.append(best.step_s)
     assert steps == sorted(steps, reverse=True)
+
+
+class Named(nn.Module):
+    """Blocks that are no list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.block_a, self.block_b, self.block_c = (
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        for block in (self.block_a, self.block_b, self.block_c):
+            x = x + block(x)
+        loss: Tensor = self.out(x).square().mean()
+        return loss
+
+
+def test_blocks_that_are_no_list_are_computed_again_where_memory_binds() -> None:
+    model, inputs, hardware = Named(), {"x": torch.randn(64, 8)}, load_hardware("a100-80gb", 1)
+    config = ComputeConfig(plan_ngpus=1, runtime_ngpus=1, use_end2end=True)
+    graph = planning.graph_of(model, inputs)
+    free = search(graph, config, AutodistOptions(), hardware).best
+    assert free is not None and free.cost is not None and not free.plan.recompute
+    limit_bytes = 0.7 * free.cost.peak_bytes
+    best = search(graph, config, AutodistOptions(memory_limit_gb=limit_bytes / 1e9), hardware).best
+    assert best is not None and best.cost is not None and best.cost.peak_bytes <= limit_bytes
+    assert any(path.startswith("block_") for path in best.plan.recompute)
+    plan = best.plan
+    compiled = compile_graph(graph, lambda *_: plan, config)
+    assert audit(compiled.program, config, hardware).step_s == best.cost.step_s > free.cost.step_s
+    assert verify(model, inputs, lambda *_: plan, config, steps=1).ok

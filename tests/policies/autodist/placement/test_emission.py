@@ -22,7 +22,7 @@ from shardwright.policies.autodist.placement.formulation import Formulation, Rel
 from shardwright.policies.autodist.placement.place import Placement, place, plan_of
 from shardwright.policies.autodist.placement.problem import formulate
 from shardwright.policies.autodist.placement.request import PlacementRequest
-from shardwright.policies.autodist.stages.chain import layer_blocks, layer_list
+from shardwright.policies.autodist.stages.chain import layer_blocks, layer_pattern
 from shardwright.runtime.config import ComputeConfig
 
 LARGE = ["gpt2", "llama", "t5", "unet"]
@@ -72,7 +72,7 @@ def regions(graph: PlannableGraph, rng: random.Random, count: int) -> list[tuple
     names = [op.module_path.split(".") for op in graph.ops if op.module_path]
     paths = sorted({".".join(parts[: end + 1]) for parts in names for end in range(len(parts))})
     layers = layer_blocks(graph)[1].values()
-    found = [tuple(dict.fromkeys(f"{layer_list(path)}.*" for path in layers))] if layers else [("up",)]
+    found = [tuple(dict.fromkeys(map(layer_pattern, layers)))] if layers else [("up",)]
     while len(found) < count:
         drawn = rng.sample(paths, rng.randint(1, min(4, len(paths))))
         found.append(tuple(a for a in drawn if not any(a.startswith(f"{b}.") for b in drawn)))

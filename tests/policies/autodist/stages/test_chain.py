@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 
+import planning
 import pytest
+import torch
 from plans import zoo_graph
+from torch import Tensor, nn
 
-from shardwright.policies.autodist.stages.chain import MAX_BLOCKS, SHARE, block_starts, layer_blocks
+from shardwright.policies.autodist.stages.chain import MAX_BLOCKS, SHARE, block_starts, layer_blocks, layer_parts
 
 
 def test_layers_are_blocks_and_named() -> None:
@@ -19,6 +22,35 @@ def test_layers_are_blocks_and_named() -> None:
         assert {op.name for op in graph.ops if op.module_path.startswith(path)} == {
             op.name for op in graph.ops[starts[block] : stop]
         }
+
+
+class Halves(nn.Module):
+    """``first`` and ``second`` are most of it, ``rest`` is more than half; ``net`` is a list of single operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+        self.rest = nn.ModuleDict({"net": nn.Sequential(nn.Linear(4, 8), nn.GELU()), "out": nn.Linear(8, 4)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.rest["out"](self.rest["net"](self.first(x)).sin())
+        return y.square().mean()
+
+
+def test_large_modules_are_layers_where_no_numbers_are() -> None:
+    graph = planning.graph_of(Halves(), {"x": torch.randn(2, 4)})
+    assert [op.module_path for op in graph.ops[:7]] == [
+        "first.0", "first.1", "first.2", "rest.net.0", "rest.net.1", "", "rest.out",
+    ]  # fmt: skip
+    starts, layers = layer_blocks(graph)
+    assert starts == [0, 3, 5] and layers == {0: "first", 1: "rest.net"}
+    paths = [(part.path, part.pattern) for part in layer_parts(graph, starts, layers)[1]]
+    assert paths == [(path, path) for path in ("rest.net", "rest.net.0", "rest.net.1")]
+
+
+def test_lists_of_single_operators_are_cut_anywhere() -> None:
+    graph = planning.graph_of(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), {"input": torch.randn(2, 4)})
+    assert layer_blocks(graph) == ([0, 1, 2], {0: "0", 1: "1", 2: "2"})
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "unet", "mlp"])

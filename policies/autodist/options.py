@@ -185,6 +185,14 @@ def check_options(config: ComputeConfig, options: AutodistOptions) -> None:
         raise ConfigError(f"there is no schedule {options.schedule!r} to train with", hint=f"one of {', '.join(trained)}")
 
 
+def check_schedule(options: AutodistOptions) -> None:
+    """Raise :class:`PlanError` if the schedule cannot have the positions, microbatches and chunks that are given with it."""
+    method = SCHEDULES.get(options.schedule or "")
+    num_stages = options.num_stages or 1
+    if method is not None and num_stages > 1 and options.num_microbatches is not None:
+        method.check(num_stages, options.num_microbatches, options.chunks or method.min_chunks)
+
+
 def _check_stages(config: ComputeConfig, options: AutodistOptions) -> None:
     """Refuse more pipeline positions than ranks, and begins of stages that give another number of them."""
     if (options.num_stages or 1) > config.plan_ngpus:

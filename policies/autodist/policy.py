@@ -19,7 +19,7 @@ from shardwright.policies.autodist.candidates import divisors, meshes, stage_siz
 from shardwright.policies.autodist.clock import Clock
 from shardwright.policies.autodist.degrees import meshes_with
 from shardwright.policies.autodist.found import Candidate, Found
-from shardwright.policies.autodist.options import AutodistOptions, check_options
+from shardwright.policies.autodist.options import AutodistOptions, check_options, check_schedule
 from shardwright.policies.autodist.placement.constraints import Constraints, allowed_strategies
 from shardwright.policies.autodist.placer import Placer, Pricings
 from shardwright.policies.autodist.search import Search
@@ -105,6 +105,7 @@ def search_variants(variants: Variants, options: AutodistOptions, hardware: Hard
         ConfigError: options that contradict each other or the config; a file of times that is none.
         PlanError: constraints or stages that the model does not have.
     """
+    check_schedule(options)
     for variant in variants.listed:
         _check_names(variant.graph, options)
     times = load_times(options.hardware)

@@ -33,6 +33,9 @@ MAX_CORRECTIONS = 6
 CORRECTION, HURRIED_CORRECTION = 0.99, 0.9
 """How much below what is needed the row is corrected, so that it ends; and where that is to be soon."""
 
+EXTENSION, MAX_EXTENSIONS = 4.0, 5
+"""By how much the time of the solver grows, and how often, while it has found nothing at all where anything fits."""
+
 
 @dataclass(frozen=True)
 class Space:
@@ -98,7 +101,7 @@ def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Place
     smallest, measured_s = False, 0.0
     for _ in range(MAX_CORRECTIONS + 1):
         left = max(1.0, request.time_limit_s - (time.monotonic() - started))
-        solution = solve(problem, time_limit_s=left, target_gap=request.target_gap)
+        solution = _solved(problem, left, request.target_gap)
         if isinstance(solution, Infeasible):
             least = solution.least_usage
             if not walked or least is None or least <= problem.rows[0].limit or smallest:
@@ -126,6 +129,17 @@ def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Place
         f"{amount(memory.peak_bytes, 'B', digits=4)} at the peak ({memory.moment}) of the best plan found, "
         f"of {amount(request.memory_limit_bytes, 'B', digits=4)}",
     )
+
+
+def _solved(problem: Problem, limit_s: float, target_gap: float) -> Solution | Infeasible:
+    """What the solver answers in the time; where no row has to be kept, in more time until it has a choice at all."""
+    solution = solve(problem, time_limit_s=limit_s, target_gap=target_gap)
+    for _ in range(MAX_EXTENSIONS):
+        if isinstance(solution, Solution) or solution.proven or problem.rows:
+            break
+        limit_s *= EXTENSION
+        solution = solve(problem, time_limit_s=limit_s, target_gap=target_gap)
+    return solution
 
 
 def placement_of(

@@ -206,6 +206,13 @@ def test_refusals() -> None:
     assert refusal(ConfigError, num_microbatches=4, use_end2end=True, num_stages=5) == (
         "policy 'autodist' has num_stages=5\n  why:   a pipeline position has at least one rank, plan_ngpus=4"
     )
+    several = {"num_microbatches": 3, "use_end2end": True, "num_stages": 2}
+    assert refusal(PlanError, **several, schedule="1f1b_interleaved") == (
+        "schedule '1f1b_interleaved' with 3 microbatches on 2 ranks\n"
+        "  why:   it takes 2 microbatches at a time, and 3 is not a multiple of that\n"
+        "  try:   use 2 or 4 microbatches, or schedule '1f1b' or 'zb_v', which take any number"
+    )
+    assert refusal(PlanError, **several, schedule="1f1b", chunks=2).startswith("schedule '1f1b' with 2 stages per rank")
     starts = {"num_microbatches": 4, "use_end2end": True, "stage_starts": ["down"]}
     assert refusal(ConfigError, **starts, num_stages=4) == (
         "policy 'autodist' has stage_starts for 2 stages and num_stages=4\n"

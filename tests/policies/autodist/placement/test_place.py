@@ -27,12 +27,14 @@ from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.zero import units_of_storage
 from shardwright.compiler.trace.api import trace
+from shardwright.policies.autodist.placement import place as place_module
 from shardwright.policies.autodist.placement.constraints import Constraints
 from shardwright.policies.autodist.placement.formulation import Formulation, OpNode, StoreNode
 from shardwright.policies.autodist.placement.place import Placement, alternatives, place, plan_of
 from shardwright.policies.autodist.placement.problem import formulate
 from shardwright.policies.autodist.placement.request import PlacementRequest
-from shardwright.policies.autodist.solver.problem import Infeasible
+from shardwright.policies.autodist.solver.problem import Infeasible, Problem, Solution
+from shardwright.policies.autodist.solver.solve import solve
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
@@ -43,6 +45,23 @@ def placed(wanted: PlacementRequest) -> Placement:
     found = place(wanted)
     assert isinstance(found, Placement), found
     return found
+
+
+def test_time_alone_leaves_no_model_without_a_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may let the time of a placement pass before the solver has any choice: where all fit, it gets more."""
+    limits: list[float] = []
+
+    def solved_late(problem: Problem, **options: float) -> Solution | Infeasible:
+        limits.append(options["time_limit_s"])
+        return solve(problem, **options) if len(limits) == 3 else Infeasible(False, "time is over")
+
+    monkeypatch.setattr(place_module, "solve", solved_late)
+    wanted = request(zoo_graph("mlp"), mesh_of("2x2"), time_limit_s=1.0)
+    found = placed(wanted)
+    assert limits == [1.0, 4.0, 16.0] and found.cost_s == found.bound_s
+    limits.clear()
+    never = place(replace(wanted, memory_limit_bytes=1.0, in_flight=2))
+    assert isinstance(never, Infeasible) and len(limits) == 1, "a row may be what nothing keeps"
 
 
 def random_choice(formulation: Formulation, rng: random.Random) -> tuple[int, ...] | None:

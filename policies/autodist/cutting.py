@@ -13,6 +13,7 @@ from shardwright.compiler.schedule.memory import peak_in_flight
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
 from shardwright.policies.autodist.candidates import Pace, position_ranks, staged
 from shardwright.policies.autodist.found import Attempt, Candidate
+from shardwright.policies.autodist.hidden import left_in_bound
 from shardwright.policies.autodist.joining import joined
 from shardwright.policies.autodist.moving import moved
 from shardwright.policies.autodist.space import Space
@@ -42,23 +43,26 @@ class Cutter:
     def cut(self, attempt: Attempt, memory_bytes: float) -> Candidate | NoFit | NoGain:
         """The best stages for the schedule of an attempt that take no more than ``memory_bytes`` by the model of stages."""
         best: Candidate | None = None
-        needed, bound = float("inf"), float("inf")
+        needed = float("inf")
+        bounds: list[float] = []  # of every chain: what the best one says nothing of may be in another
         for starts, layers in self._chains(attempt.offers[0].walk, attempt.num_positions * attempt.pace.chunks):
             costs = [self._costs_of(offer.walk, starts, layers) for offer in attempt.offers]
             messages = self._messages_of(attempt, starts)
             split = self._split(attempt, costs, messages, memory_bytes)
             if isinstance(split, NoFit):
                 needed = min(needed, split.needed_bytes)
-            elif isinstance(split, NoGain):
-                bound = min(bound, split.bound_s)
-            else:
+                continue
+            bounds.append(split.bound_s)
+            if isinstance(split, Split):
                 split = self._moved(attempt, split, costs, messages, memory_bytes)
                 candidate = self._candidate(attempt, split, starts, layers, costs, messages)
                 if best is None or candidate.predicted_s < best.predicted_s:
                     best = candidate
-        if best is not None:
-            return replace(best, split_bound_s=min(bound, best.split_bound_s))
-        return NoGain(bound) if bound < float("inf") else NoFit(needed * attempt.pace.chunks)
+        if not bounds:
+            return NoFit(needed * attempt.pace.chunks)
+        config = attempt.offers[0].walk.setting.config
+        bound = min(bounds) * left_in_bound(config, attempt.num_positions, attempt.pace.chunks, self.space.num_microbatches)
+        return NoGain(bound) if best is None else replace(best, split_bound_s=bound)
 
     def leanest(self, attempt: Attempt) -> Candidate | None:
         """The stages that take least memory by the model of stages, whether they fit or not."""

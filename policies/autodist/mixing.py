@@ -55,8 +55,12 @@ class Mixing:
                 break
             below = min([attempt.below_s, *(NEAR * candidate.predicted_s for candidate in tried)])
             candidate = self.bench.tried(replace(attempt, offers=offers, below_s=below), self.space.memory_bytes)
-            if candidate is not None and len({id(placed) for placed in candidate.placed}) > 1:  # else it is known by now
+            if candidate is None:
+                continue
+            if len({id(placed) for placed in candidate.placed}) > 1:
                 tried.append(candidate)
+            else:  # it is known by now, and none that differ are better
+                self.found.bounds[attempt.title] = candidate.split_bound_s
         rest, self.found.others = self.found.others, tried
         try:
             self.audits.best(AUDITS)

@@ -36,6 +36,7 @@ from shardwright.policies.autodist.bench import TRYING_SHARE, Bench
 from shardwright.policies.autodist.candidates import Pace, divisors, inner_places, position_ranks
 from shardwright.policies.autodist.clock import Clock
 from shardwright.policies.autodist.found import INTERRUPT, Attempt, Candidate, Found, Opening
+from shardwright.policies.autodist.hidden import left_in_bound
 from shardwright.policies.autodist.mixing import Mixing
 from shardwright.policies.autodist.simple import SIMPLE, SIMPLE_SLACK, simple_plans
 from shardwright.policies.autodist.space import Least, Placed, Placer, Space, Wish
@@ -217,7 +218,20 @@ class Search:
                 free = _bounded(free, least_s)
             except KeyboardInterrupt:
                 free, binds = replace(free, interrupted=True), True  # for all that is known
-        return None if free is None else Opening(num_positions, mesh, pp_place, free, tuple(others), binds)
+        return (
+            None
+            if free is None
+            else Opening(num_positions, mesh, pp_place, self._shown(free, num_positions), tuple(others), binds)
+        )
+
+    def _shown(self, free: Placed, num_positions: int) -> Placed:
+        """With a bound that heeds what sums of gradients may hide."""
+        most_chunks = max((pace.chunks for pace in self.bench.paces(num_positions)), default=1)
+        share = left_in_bound(self.config, num_positions, most_chunks, self.space.num_microbatches)
+        if share == 1.0:
+            return free
+        proof = f"{free.proof}; what sums of gradients beside the backward may hide is taken off"
+        return replace(free, bound_s=share * free.bound_s, proof=proof)
 
     def _try_inner(self, openings: Sequence[Opening]) -> None:
         """The pipeline axis further inside, wherever that puts some ranks on other tiers of the machine. Meshes are tried whose

@@ -101,6 +101,14 @@ def test_plans_whose_stages_differ_are_explained() -> None:
         assert side_by_side(found.best, other)[0] == ("step", found.best.step_s, other.step_s)
 
 
+def test_where_none_that_differ_are_better_they_are_in_the_bound_all_the_same() -> None:
+    """Three stages on one of three ranks each, which is known as a pipeline of equal positions."""
+    found = found_for("mlp", 3, 1e8)
+    (equal,) = [candidate for candidate in found.tried if candidate.title == "pp=3, 1f1b"]
+    assert not any(candidate.is_mixed for candidate in found.tried) and found.tried_mixed
+    assert found.bounds["3 stages that may differ, 1f1b"] <= equal.predicted_s
+
+
 def test_numbers_of_ranks_of_a_stage() -> None:
     assert stage_sizes(5) == [1, 2, 3, 4] and stage_sizes(1) == []
     assert stage_sizes(8) == [1, 2, 4]

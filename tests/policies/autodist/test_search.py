@@ -16,6 +16,7 @@ from shardwright.compiler.cost.hardware import load_hardware
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.verification.verify import verify
+from shardwright.policies.autodist import cutting
 from shardwright.policies.autodist.auditing import is_same
 from shardwright.policies.autodist.candidates import divisors, meshes, named, paces, renamed
 from shardwright.policies.autodist.clock import Clock
@@ -23,6 +24,7 @@ from shardwright.policies.autodist.found import Found
 from shardwright.policies.autodist.policy import settled
 from shardwright.policies.autodist.search import Search
 from shardwright.policies.autodist.space import Placed, Space, Wish
+from shardwright.policies.autodist.stages.split import Split, split_stages
 from shardwright.policies.choice import choose_dims
 from shardwright.policies.data import batch_classes
 from shardwright.policies.splits import split_dims
@@ -289,3 +291,20 @@ def test_meshes_and_paces() -> None:
     found = paces(4, 6, ("1f1b", "1f1b_interleaved", "zb_v"), None, most=100)
     assert [(pace.schedule, pace.chunks) for pace in found] == [("1f1b", 1), ("zb_v", 2)], "6 is no multiple of 4"
     assert paces(4, 8, ("1f1b_interleaved",), None, most=9) == paces(4, 8, ("1f1b_interleaved",), 2, most=100)
+
+
+def test_the_bound_of_stages_is_of_every_chain_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here that by layers, which takes longer, is said to have the lower one."""
+    known: list[Split] = []
+
+    def noted(*args: Any, **options: Any) -> Any:
+        split = split_stages(*args, **options)
+        assert isinstance(split, Split)
+        known.append(replace(split, bound_s=1e-6) if known else split)
+        return known[-1]
+
+    monkeypatch.setattr(cutting, "split_stages", noted)
+    found = search(num_positions=4, schedules=("1f1b",))
+    fine, by_layer = known
+    assert found.best is not None and found.best.predicted_s == fine.cost_s < by_layer.cost_s
+    assert found.best.split_bound_s == 1e-6 < fine.bound_s

@@ -1,0 +1,91 @@
+"""Bounds where sums of gradients run beside the backward: no audit is below them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import planning
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.policies.autodist.found import Found
+from shardwright.policies.autodist.hidden import left_in_bound
+from shardwright.policies.autodist.options import AutodistOptions
+from shardwright.policies.autodist.policy import certificate, search
+from shardwright.runtime.config import ComputeConfig
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 64, bias=False)
+        self.down = nn.Linear(64, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@functools.cache
+def stack() -> PlannableGraph:
+    return planning.graph_of(Stack(), {"x": torch.randn(8, 4, 16)})
+
+
+def searched(num_ranks: int, bytes_per_s: float, *, beside: bool, **options: Any) -> tuple[Found, str]:
+    """Only the batch may be split, so that every gradient is summed over ``dp``."""
+    assert stack().dims is not None
+    forbid = {dim.name: ("dp",) for dim in stack().dims.classes if dim.name != "batch"}
+    chosen = AutodistOptions(mesh={"dp": 2}, forbid=forbid, time_limit_s=1e3, **options)
+    config = ComputeConfig(
+        plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=True, outputs="loss",
+        use_async_reducer=beside, reducer_bucket_cap_mb=0.005,
+    )  # fmt: skip
+    machine = planning.slow_machine(num_ranks, bytes_per_s=bytes_per_s)
+    found = search(stack(), config, chosen, machine)
+    assert found.best is not None
+    return found, certificate(found, found.best, machine).proof
+
+
+HIDDEN = "what sums of gradients beside the backward may hide is taken off"
+
+
+def test_one_position_hides_no_more_than_one_backward() -> None:
+    beside, proof = searched(2, 1e4, beside=True)
+    after, exact = searched(2, 1e4, beside=False)
+    assert beside.best is not None and after.best is not None
+    assert beside.bound_s <= beside.best.step_s < after.bound_s == pytest.approx(after.best.step_s)
+    assert HIDDEN in proof and HIDDEN not in exact
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_a_pipeline_hides_sums_only_where_positions_have_several_stages(chunks: int) -> None:
+    schedule = "1f1b" if chunks == 1 else "1f1b_interleaved"
+    options: dict[str, Any] = {"num_microbatches": 8, "num_stages": 2, "schedule": schedule, "chunks": chunks}
+    beside, proof = searched(4, 2e2, beside=True, **options)
+    after, exact = searched(4, 2e2, beside=False, **options)
+    assert beside.best is not None and after.best is not None and HIDDEN not in exact
+    assert beside.best.bound_s <= beside.best.step_s
+    if chunks == 1:
+        assert beside.best.step_s == after.best.step_s and beside.bound_s == after.bound_s and HIDDEN not in proof
+    else:
+        assert beside.best.step_s < after.bound_s and HIDDEN in proof
+
+
+def test_the_share_that_is_left() -> None:
+    beside, after = (ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_async_reducer=is_beside) for is_beside in (True, False))
+    assert [left_in_bound(beside, 1, 1, count) for count in (1, 3)] == [0.5, 0.75]
+    assert [left_in_bound(beside, 2, chunks, 8) for chunks in (1, 2)] == [1.0, 0.5]
+    assert left_in_bound(after, 1, 1, 1) == left_in_bound(after, 2, 4, 1) == 1.0

@@ -35,6 +35,7 @@ from shardwright.policies.autodist.explain import (
     explain_operator,
     factor_dims,
     levers,
+    module_binding,
     side_by_side,
 )
 from shardwright.policies.autodist.found import Found
@@ -111,6 +112,7 @@ def _explain(options: argparse.Namespace) -> int:
         told = True
     if options.module is not None:
         console.print(choice_table(f"Module {options.module}", cheapest(explain_module(request, options.module), options.most)))
+        console.print(f"What binds: {module_binding(request, options.module)}", soft_wrap=True)
         told = True
     if options.against is not None:
         other = against(request, read_sizes(options.against))

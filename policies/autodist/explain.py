@@ -5,6 +5,7 @@ memory or faster links would buy. Every figure is that of a plan found by the sa
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -34,6 +35,9 @@ from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
 
 GIGABYTE = 1e9
+
+NO_LIMIT_GB = 1e9
+"""More than any device has."""
 
 TIE = 1e-9
 """Relative: seconds that differ by less are the same."""
@@ -94,22 +98,62 @@ def explain_operator(request: Request, name: str) -> list[Choice]:
 
 def binding(request: Request, name: str, choices: Sequence[Choice]) -> str:
     """What keeps an operator from its fastest choice, of those of :func:`explain_operator`, in words: constraints, the memory,
-    or nothing.
+    the pipeline, or nothing.
     """
     found, planned = _fastest(request, name), _planned(request, name)
-    only = allowed_strategies(found.request.graph, found.request.constraints, found.request.mesh).get(name, {})
-    words = [f"constraints: {_left(ops_of(request.graph)[name], left)} along {axis}" for axis, left in only.items()]
+    words = _constrained(request, found, [name])
     fastest, seconds = choices[0], {choice.name: choice.step_s for choice in choices}
     if seconds.get(planned, math.inf) > fastest.step_s * (1 + TIE):
+        words.append(f"{_why_slower(request, found, [name])}; it has {planned}, and the fastest {fastest.name}")
+    return "; ".join(words) or NOTHING_BINDS
+
+
+NOTHING_BINDS = "nothing: no other choice is faster on this mesh"
+
+
+def module_binding(request: Request, path: str) -> str:
+    """The same of all operators of a module together, as far as they are on the mesh of the first."""
+    names = _on_one_mesh(request, path)
+    found = _fastest(request, names[0])
+    words = _constrained(request, found, names)
+    if _planned_s(request, names, found.cost_s) > found.cost_s * (1 + TIE):
+        other = sum(_planned(request, name) != in_words(found.plan.strategies.get(name, {})) for name in names)
+        count = f"{other} of its {len(names)} operators do otherwise in the fastest placement"
+        words.append(f"{_why_slower(request, found, names)}; {count}")
+    return "; ".join(words) or NOTHING_BINDS
+
+
+def _constrained(request: Request, found: Placement, names: Sequence[str]) -> list[str]:
+    """What constraints say of operators, each thing once."""
+    only = allowed_strategies(found.request.graph, found.request.constraints, found.request.mesh)
+    ops = ops_of(request.graph)
+    said = Counter(f"{_left(ops[name], left)} along {axis}" for name in names for axis, left in only.get(name, {}).items())
+    return [f"constraints: {words}" + (f" ({count} operators)" if count > 1 else "") for words, count in said.items()]
+
+
+def _why_slower(request: Request, found: Placement, names: Sequence[str]) -> str:
+    """Why a plan does not do what is fastest for operators: the memory, or what a pipeline asks for. ``found``: the fastest
+    placement of the mesh. Of a pipeline another search says it, for one of this shape whose memory has no limit.
+    """
+    limit = amount(request.memory_limit_bytes, "B")
+    if not request.best.plan.stages:
         optimizer = request.options.optimizer_memory
         needed = program_memory(lower(request.graph, found.plan), request.config, optimizer).peak_bytes
-        limit = request.memory_limit_bytes
-        if not request.best.plan.stages and needed > limit:
-            why = f"the memory: the fastest placement takes {amount(needed, 'B')}, and {amount(limit, 'B')} are allowed"
-        else:
-            why = "the plan as a whole, which is not the fastest placement of one microbatch after the other"
-        words.append(f"{why}; it has {planned}, and the fastest {fastest.name}")
-    return "; ".join(words) or "nothing: no other choice is faster on this mesh"
+        if needed > request.memory_limit_bytes:
+            return f"the memory: the fastest placement takes {amount(needed, 'B')}, and {limit} are allowed"
+        return "the plan as a whole, which is not the fastest placement of one microbatch after the other"
+    roomy = search(
+        request.graph, request.config, replace(_same_shape(request), memory_limit_gb=NO_LIMIT_GB), request.hardware
+    ).best
+    if roomy is None or roomy.cost is None or roomy.step_s >= request.best.step_s * (1 - TIE):
+        return "the pipeline, of which each stage runs beside the others: with more memory than there is it is no faster"
+    with_room = replace(request, best=roomy)
+    if all(_planned(with_room, name) == _planned(request, name) for name in names):
+        return "the pipeline, of which each stage runs beside the others: with more memory than there is it does the same here"
+    return (
+        f"the memory: if there were no limit ({limit}), such a pipeline would do otherwise here, take"
+        f" {amount(roomy.step_s, 's')} in the place of {amount(request.best.step_s, 's')}, and {amount(roomy.cost.peak_bytes, 'B')}"
+    )
 
 
 def factor_dims(graph: PlannableGraph, name: str) -> dict[str, str]:
@@ -147,27 +191,51 @@ def _planned(request: Request, name: str) -> str:
 
 
 def explain_module(request: Request, path: str) -> list[Choice]:
-    """For every axis, what is computed in a module cut along another dim of the model, or not at all, the rest free.
+    """For every axis, what is computed in a module cut along another dim of the model, or not at all, the rest free; as the
+    plan has it; and free, too, if that is faster.
 
     Raises:
         PlanError: no operator belongs to such a module.
     """
     graph = request.graph
-    own = [op for op in graph.ops if op.module_path == path or op.module_path.startswith(f"{path}.")]
-    if not own:
-        paths = sorted({op.module_path for op in graph.ops if op.module_path})
-        raise PlanError(f"no operator belongs to module {path!r}", hint=suggestion(path, paths))
+    own = _operators_of(graph, path)
     assert graph.dims is not None
-    names = {op.name for op in own}
-    dims = {graph.dims.classes[index].name for (name, _), index in graph.dims.factors.items() if name in names}
-    first = own[0].name
+    dims = {graph.dims.classes[index].name for (name, _), index in graph.dims.factors.items() if name in own}
+    first = own[0]
     free = _placement_s(request, {}, first)
-    found = [Choice("as planned", free, chosen=True)]
+    planned = _planned_s(request, _on_one_mesh(request, path), free)
+    found = [Choice("as planned", planned, chosen=True)]
+    found += [Choice("fastest", free)] if planned > free else []
     for axis in request.mesh(first).names:
         for wish in (*sorted(dims), "R"):
             words = f"{axis} not used" if wish == "R" else f"{axis} splits {wish}"
             found.append(Choice(words, _placement_s(request, {path: {axis: wish}}, first)))
     return sorted(found, key=lambda choice: (choice.step_s, not choice.chosen))
+
+
+def _operators_of(graph: PlannableGraph, path: str) -> list[str]:
+    """The operators of a module, in order. Raises :class:`PlanError` if there are none."""
+    own = [op.name for op in graph.ops if op.module_path == path or op.module_path.startswith(f"{path}.")]
+    if not own:
+        paths = sorted({op.module_path for op in graph.ops if op.module_path})
+        raise PlanError(f"no operator belongs to module {path!r}", hint=suggestion(path, paths))
+    return own
+
+
+def _on_one_mesh(request: Request, path: str) -> list[str]:
+    """The operators of a module that are on the mesh of its first one."""
+    own = _operators_of(request.graph, path)
+    return [name for name in own if request.mesh(name) == request.mesh(own[0])]
+
+
+def _planned_s(request: Request, names: Sequence[str], fastest_s: float) -> float:
+    """Seconds of the best placement in which operators of one mesh do what the plan has them do: ``fastest_s`` where that is as
+    fast, or cannot be placed so alone.
+    """
+    plan = request.best.plan
+    pin = {name: {axis: plan.assignment(name).get(axis, "R") for axis in request.mesh(name).names} for name in names}
+    seconds = _placement_s(request, pin, names[0])
+    return seconds if fastest_s * (1 + TIE) < seconds < math.inf else fastest_s
 
 
 def levers(request: Request) -> list[Choice]:
@@ -180,7 +248,7 @@ def levers(request: Request) -> list[Choice]:
     variants = {
         "the plan": (fixed, hardware),
         "one more gigabyte of memory": (replace(fixed, memory_limit_gb=limit + 1), hardware),
-        "memory without limit": (replace(fixed, memory_limit_gb=1e9), hardware),
+        "memory without limit": (replace(fixed, memory_limit_gb=NO_LIMIT_GB), hardware),
         "links of twice the rate": (fixed, _faster_links(hardware, 2.0)),
     }
     found = []

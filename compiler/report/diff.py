@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.report.plan_tables import fill_table, in_words, new_table
+from shardwright.compiler.report.plan_tables import fill_table, in_words, mesh_in_words, new_table
 from shardwright.runtime.layout import Layout
 
 
@@ -71,7 +71,7 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Chang
 
 
 def _settings(plan: Plan) -> dict[str, str]:
-    settings = {"policy": plan.policy, "mesh": str(plan.mesh)}
+    settings = {"policy": plan.policy, "mesh": mesh_in_words(plan)}
     if plan.stages:
         settings["stages"] = str(len(plan.stages))
         settings["schedule"] = plan.schedule

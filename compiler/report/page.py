@@ -13,7 +13,7 @@ from shardwright.compiler.cost.plan_cost import PlanCost, spans
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.report.pictures import Bar, Box, bars, ranks_on_machine, timeline
-from shardwright.compiler.report.plan_tables import alike_rows, in_words
+from shardwright.compiler.report.plan_tables import alike_rows, axes_of, has_own_meshes, in_words, mesh_in_words
 
 ROWS_SHOWN = 64
 """Bars beyond that many are left out. Ranks that are alike share one."""
@@ -56,7 +56,7 @@ def page(
         *facts,
     ]
     return environment.from_string(text).render(
-        title=f"{model}: {plan.policy} on {plan.mesh}",
+        title=f"{model}: {plan.policy} on {mesh_in_words(plan)}",
         subtitle=f"{hardware.name}{units}. Times and bytes are predicted; docs/cost-model.md says how well.",
         facts=known,
         sections=[*sections, *_sections(plan, cost, hardware, limit)],
@@ -88,12 +88,12 @@ def _sections(plan: Plan, cost: PlanCost, hardware: Hardware, limit: float) -> l
         Section(
             title="Ranks on the machine",
             text=f"A frame is {hardware.tiers[0].name}." if hardware.tiers else "",
-            picture=ranks_on_machine(plan.mesh, _node_size(hardware), stage_of),
+            picture=ranks_on_machine(_places(plan), _node_size(hardware), stage_of),
         ),
         Section(
             title="What every operator does",
             text="Alike layers share a row. Operators not listed are computed whole on every rank.",
-            columns=("operator", *_axes(plan)),
+            columns=("operator", *axes_of(plan)),
             rows=_operators(plan),
         ),
         Section(
@@ -143,12 +143,19 @@ def _named(ranks: Sequence[int]) -> str:
     return text if len(text) <= LABEL_LENGTH else f"{len(ranks)} ranks from {ranks[0]}"
 
 
-def _axes(plan: Plan) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for stage in plan.stages for name in stage.mesh.names)) or plan.mesh.names
+def _places(plan: Plan) -> list[str]:
+    """By rank of a unit, where it is along the axes of its mesh; of a pipeline on equal meshes along its axis, too."""
+    mesh_of = {rank: (plan.mesh, rank) for rank in range(plan.mesh.size)}
+    if has_own_meshes(plan):
+        mesh_of |= {rank: (stage.mesh, index) for stage in plan.stages for index, rank in enumerate(stage.ranks)}
+    return [
+        ", ".join(f"{axis} {at}" for axis, at in mesh.coords(index).items() if mesh.axis_size(axis) > 1)
+        for mesh, index in mesh_of.values()
+    ]
 
 
 def _operators(plan: Plan) -> list[tuple[str, ...]]:
-    axes = _axes(plan)
+    axes = axes_of(plan)
     rows = ((op, *(in_words(plan, op, axis) for axis in axes)) for op, chosen in plan.strategies.items() if chosen)
     return [tuple(row) for row in alike_rows(rows)]
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from html import escape
 
 from shardwright.compiler.plan.amounts import amount
-from shardwright.runtime.layout import Mesh
 
 PALETTE = ("#7aa6e8", "#6fbf8b", "#f2b56b", "#c79ad8", "#e58f8f", "#8fd0b4", "#b0b7c3", "#d9c25f")
 """Fills of categories in the order they are named. Text on them is black."""
@@ -127,9 +126,9 @@ def _paler(match: re.Match[str], stages: Sequence[int]) -> str:
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 
 
-def ranks_on_machine(mesh: Mesh, node_size: int, stage_of: Mapping[int, str], *, most: int = 256) -> str:
-    """A box for every rank of a unit: its number and coordinates, coloured by stage, a frame around each node."""
-    shown = min(mesh.size, most)
+def ranks_on_machine(places: Sequence[str], node_size: int, stage_of: Mapping[int, str], *, most: int = 256) -> str:
+    """A box for every rank of a unit: its number and its place in the mesh, coloured by stage, a frame around each node."""
+    shown = min(len(places), most)
     box_width, box_height, per_row = 112, 34, 8
     columns = min(per_row, max(1, min(node_size, shown)))
     stages = list(dict.fromkeys(stage_of.get(rank, "") for rank in range(shown)))
@@ -145,7 +144,7 @@ def ranks_on_machine(mesh: Mesh, node_size: int, stage_of: Mapping[int, str], *,
             parts.append(f'<rect x="{x - 4}" y="{y - 4}" {frame} fill="none" stroke="#999999" rx="4"/>')
         stage = stage_of.get(rank, "")
         fill = PALETTE[stages.index(stage) % len(PALETTE)]
-        where = ", ".join(f"{axis} {index}" for axis, index in mesh.coords(rank).items() if mesh.axis_size(axis) > 1)
+        where = places[rank]
         told = f"<title>rank {rank}: {escape(where) or 'the only one'}{escape(f', {stage}' if stage else '')}</title>"
         parts.append(
             f'<g>{told}<rect x="{x}" y="{y}" width="{box_width - 4}" height="{box_height - 4}" fill="{fill}" rx="3"/>'
@@ -153,8 +152,8 @@ def ranks_on_machine(mesh: Mesh, node_size: int, stage_of: Mapping[int, str], *,
             f'<text x="{x + 6}" y="{y + 25}" font-size="10">{escape(where)}</text></g>'
         )
         bottom = max(bottom, y + box_height)
-    if shown < mesh.size:
-        parts.append(f'<text x="8" y="{bottom + 20}">and {mesh.size - shown} more ranks</text>')
+    if shown < len(places):
+        parts.append(f'<text x="8" y="{bottom + 20}">and {len(places) - shown} more ranks</text>')
         bottom += 20
     return _svg(columns * box_width + 24, round(bottom + 16), parts)
 

@@ -37,7 +37,7 @@ def header(directory: Path, manifest: Manifest, plan: Plan) -> RenderableType:
     lines = [
         ("model", manifest.class_name),
         ("policy", plan.policy),
-        ("mesh", f"{plan.mesh}, {units} unit{'s' if units != 1 else ''}"),
+        ("mesh", f"{mesh_in_words(plan)}, {units} unit{'s' if units != 1 else ''}"),
         *([("batch", f"{plan.batch} samples in a unit")] if plan.batch is not None else []),
         *([("zero", ", ".join(zero))] if zero else []),
         ("made by", f"shardwright {manifest.shardwright_version}, torch {manifest.torch_version}"),
@@ -59,14 +59,34 @@ def tensor_table(manifest: Manifest, *, every_layer: bool) -> Table:
 
 def strategy_table(plan: Plan, *, every_layer: bool) -> RenderableType:
     """What every operator does along each mesh axis, by the names of the model's dims."""
-    if not plan.strategies:
-        return Text("Every operator is computed on every rank.")
-    axes = plan.mesh.names
+    axes = axes_of(plan)
+    if not plan.strategies or not axes:
+        return Text(f"Every operator is computed on every rank{' of its stage' if plan.stages else ''}.")
     table = new_table("Operators", "name", *axes)
     rows = ((op, *(in_words(plan, op, axis) for axis in axes)) for op in plan.strategies)
     fill_table(table, rows, every_layer=every_layer)
     legend = "Operators not listed are computed whole on every rank, as '-' is."
     return Group(table, Text(legend))
+
+
+def mesh_in_words(plan: Plan) -> str:
+    """``pp=2 x tp=4``; of stages on meshes of their own each one's, ``tp=4 | tp=2 | one rank``."""
+    if not has_own_meshes(plan):
+        return str(plan.mesh)
+    return " | ".join(str(mesh) for mesh in {stage.ranks: stage.mesh for stage in plan.stages}.values())
+
+
+def has_own_meshes(plan: Plan) -> bool:
+    """Whether stages are on meshes that differ, or that are none of the plan's: its own counts ranks only, then."""
+    meshes = {stage.mesh for stage in plan.stages}
+    return len(meshes) > 1 or any(not set(mesh.names) <= set(plan.mesh.names) for mesh in meshes)
+
+
+def axes_of(plan: Plan) -> tuple[str, ...]:
+    """The axes along which operators are split: those of the stages where there are some."""
+    if not plan.stages:
+        return plan.mesh.names
+    return tuple(dict.fromkeys(name for stage in plan.stages for name in stage.mesh.names))
 
 
 def in_words(plan: Plan, op: str, axis: str) -> str:

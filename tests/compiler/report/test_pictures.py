@@ -11,7 +11,6 @@ from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.report.pictures import Bar, Box, bars, ranks_on_machine, timeline
 from shardwright.compiler.schedule.generate import generate
 from shardwright.compiler.schedule.simulate import simulate
-from shardwright.runtime.layout import Mesh
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -79,7 +78,8 @@ def test_colours_tell_the_stages_of_a_rank_apart() -> None:
 
 
 def test_every_rank_has_a_box_with_its_place() -> None:
-    picture = ranks_on_machine(Mesh((("pp", 2), ("tp", 4))), 4, {rank: f"stage {rank // 4}" for rank in range(8)})
+    places = [f"pp {rank // 4}, tp {rank % 4}" for rank in range(8)]
+    picture = ranks_on_machine(places, 4, {rank: f"stage {rank // 4}" for rank in range(8)})
     titles = [e.text for e in ElementTree.fromstring(picture).iter(f"{SVG}title")]
     assert titles[5] == "rank 5: pp 1, tp 1, stage 1" and len(titles) == 8
-    assert "and 44 more ranks" in texts(ranks_on_machine(Mesh((("tp", 300),)), 8, {}))
+    assert "and 44 more ranks" in texts(ranks_on_machine([f"tp {rank}" for rank in range(300)], 8, {}))

@@ -8,6 +8,7 @@ from one device; 2 a command line that does not parse; 130 interrupted by Ctrl-C
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -26,13 +27,15 @@ from shardwright.compiler.report.plan_tables import show_directory
 from shardwright.compiler.verification.verify import verify
 from shardwright.runtime import cli as runtime_cli
 from shardwright.runtime.config import ReuseType
-from shardwright.runtime.errors import ShardwrightError, format_error
+from shardwright.runtime.errors import ShardwrightError, did_you_mean, format_error
 from shardwright.runtime.manifest import Manifest, accept
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
-    options = _parser().parse_args(arguments)
+    options = _parsed(sys.argv[1:] if arguments is None else arguments)
+    if options is None:
+        return 2
     try:
         code: int = options.run(options)
     except ShardwrightError as error:
@@ -54,13 +57,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parsed(given: Sequence[str]) -> argparse.Namespace | None:
+    """What a command line says; ``None``, with the list of commands shown, if it says nothing.
+
+    Raises:
+        SystemExit: with code 2, and words, where it does not parse; with 0 after ``--help`` and ``--version``.
+    """
+    parser, commands = _parser()
+    if not given:
+        parser.print_help(sys.stderr)
+        return None
+    if not given[0].startswith("-") and given[0] not in commands:
+        parser.error(f"there is no command {given[0]!r}: {did_you_mean(given[0], commands)}")
+    return parser.parse_args(given)
+
+
+def _parser() -> tuple[argparse.ArgumentParser, tuple[str, ...]]:
+    """The parser, and the names of the commands."""
     parser = argparse.ArgumentParser(prog="shardwright", description="Compile an ordinary PyTorch module for many devices.")
     versions = f"shardwright {shardwright.__version__} (torch {torch.__version__})"
     parser.add_argument("--version", action="version", version=versions)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     others = {**cli_search.COMMANDS, **cli_plans.COMMANDS, **calibrate_command.COMMANDS, **runtime_cli.COMMANDS}
-    for name, (add_arguments, run, text) in {**_COMMANDS, **others}.items():
+    every = {**_COMMANDS, **others}
+    for name, (add_arguments, run, text) in every.items():
         command = commands.add_parser(
             name,
             help=text.splitlines()[0].rstrip("."),
@@ -70,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         add_arguments(command)
         command.add_argument("--debug", action="store_true", help="print a traceback for an error")
         command.set_defaults(run=run)
-    return parser
+    return parser, tuple(every)
 
 
 def _add_compile(parser: argparse.ArgumentParser) -> None:

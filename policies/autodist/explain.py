@@ -135,7 +135,7 @@ def _why_slower(request: Request, found: Placement, names: Sequence[str]) -> str
     """Why a plan does not do what is fastest for operators: the memory, or what a pipeline asks for. ``found``: the fastest
     placement of the mesh. Of a pipeline another search says it, for one of this shape whose memory has no limit.
     """
-    limit = amount(request.memory_limit_bytes, "B")
+    limit, takes = amount(request.memory_limit_bytes, "B"), amount(request.best.step_s, "s")
     if not request.best.plan.stages:
         optimizer = request.options.optimizer_memory
         needed = program_memory(lower(request.graph, found.plan), request.config, optimizer).peak_bytes
@@ -152,7 +152,7 @@ def _why_slower(request: Request, found: Placement, names: Sequence[str]) -> str
         return "the pipeline, of which each stage runs beside the others: with more memory than there is it does the same here"
     return (
         f"the memory: if there were no limit ({limit}), such a pipeline would do otherwise here, take"
-        f" {amount(roomy.step_s, 's')} in the place of {amount(request.best.step_s, 's')}, and {amount(roomy.cost.peak_bytes, 'B')}"
+        f" {amount(roomy.step_s, 's')} in the place of {takes}, and {amount(roomy.cost.peak_bytes, 'B')}"
     )
 
 

@@ -231,11 +231,20 @@ def test_errors_are_words_without_a_traceback(run, folder):
 
 
 def test_command_lines_that_do_not_parse(capsys):
-    for line in ("compile my_models:make", "inspect", "train", ""):
+    for line in ("compile my_models:make", "inspect", "train"):
         with pytest.raises(SystemExit) as caught:
             main(line.split())
         assert caught.value.code == 2
     assert "the following arguments are required" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["pan", "my_models:make"])
+    assert capsys.readouterr().err.endswith("shardwright: error: there is no command 'pan': did you mean 'plan'?\n")
+
+
+def test_without_a_command_all_of_them_are_listed(capsys):
+    assert main([]) == 2
+    shown = capsys.readouterr().err
+    assert "Search for the best plan for a machine" in shown and "Merge a checkpoint" in shown
 
 
 def refusal(act):

@@ -223,7 +223,7 @@ def test_refusals() -> None:
         "policy 'autodist' has stage_starts for 2 stages and num_stages=1 and chunks=1"
     )
     text = refusal(PlanError, memory_limit_gb=1e-9, mesh={"tp": 4})
-    assert text.startswith("no plan for 4 ranks fits on a100-80gb\n  why:   ") and "GB" in text
+    assert text.startswith("no plan for 4 ranks fits on a100-80gb\n  why:   ") and "1 B are allowed" in text
 
 
 @pytest.mark.parametrize("name", COUNTS)

@@ -1,5 +1,5 @@
-"""What a certificate is of: the plan as it was found, for inputs of these shapes on so many ranks. Of an edited plan, or of one
-used for another batch or cluster, it says nothing.
+"""What a certificate is of: the plan as it was found, for parameters and inputs of these shapes and dtypes on so many ranks. Of
+an edited plan, or of one used for another model, batch or cluster, it says nothing.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def checked_certificate(plan: Plan, graph: IRGraph, config: ComputeConfig) -> Pl
 def certified_digest(plan: Plan, graph: IRGraph, config: ComputeConfig) -> str:
     """Of what a certificate is of."""
     covered = {key: value for key, value in plan.to_json().items() if key not in NOT_COVERED}
-    inputs = [(value.name, [str(size) for size in value.shape], str(value.dtype)) for value in graph.inputs]
-    text = json.dumps([covered, inputs, config.runtime_ngpus], sort_keys=True)
+    given = (*graph.inputs, *graph.parameters)
+    tensors = [(value.name, [str(size) for size in value.shape], str(value.dtype), value.requires_grad) for value in given]
+    text = json.dumps([covered, tensors, config.runtime_ngpus], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

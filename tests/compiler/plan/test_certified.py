@@ -9,6 +9,7 @@ from typing import Any
 
 import plans
 import pytest
+import torch
 
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
@@ -51,3 +52,6 @@ def test_others_do_not(found: dict[str, Any], mlp: PlannableGraph, tmp_path: Pat
     first, *others = mlp.inputs
     taller = replace(mlp, inputs=(replace(first, shape=(2 * first.shape[0], *first.shape[1:])), *others))
     assert loaded(found, taller, tmp_path).certificate is None
+    for change in ({"dtype": torch.bfloat16}, {"requires_grad": False}):
+        other = replace(mlp, parameters=tuple(replace(value, **change) for value in mlp.parameters))
+        assert loaded(found, other, tmp_path).certificate is None

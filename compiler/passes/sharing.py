@@ -12,6 +12,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +42,12 @@ def routes(source: Layout, targets: Iterable[Layout], mesh: Mesh, *, differentia
     """A route to every target that is not the source itself, by target in canonical form."""
     source = canonical(source, mesh, differentiable=differentiable)
     goals = goals_of(source, (canonical(target, mesh, differentiable=differentiable) for target in targets))
-    if not goals:
-        return {}
+    return _routes(source, goals, mesh, differentiable) if goals else {}
+
+
+@functools.lru_cache(maxsize=4096)
+def _routes(source: Layout, goals: tuple[Layout, ...], mesh: Mesh, differentiable: bool) -> Mapping[Layout, Route]:
+    """The same of layouts in canonical form; values alike have them, layer by layer."""
     stops = (source, *goals)
     steps = {(a, b): convert(a, b, mesh, differentiable=differentiable) for a in stops for b in goals if a is not b}
     weights = {pair: weight(path, mesh, differentiable=differentiable) for pair, path in steps.items()}
@@ -50,7 +55,7 @@ def routes(source: Layout, targets: Iterable[Layout], mesh: Mesh, *, differentia
     between = np.array([[weights[a, b] if a is not b else np.inf for b in goals] for a in goals])
     parents = best_tree(from_source, between)
     starts = [source if parent < 0 else goals[parent] for parent in parents]
-    return {goal: Route(start, steps[start, goal]) for goal, start in zip(goals, starts, strict=True)}
+    return MappingProxyType({goal: Route(start, steps[start, goal]) for goal, start in zip(goals, starts, strict=True)})
 
 
 def goals_of(source: Layout, targets: Iterable[Layout]) -> tuple[Layout, ...]:

@@ -6,6 +6,7 @@ Both layouts are brought to a canonical form first (:mod:`shardwright.compiler.p
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from shardwright.compiler.ir.size import Size, local_size, product, quotient
@@ -45,6 +46,7 @@ class AdapterStep:
         return f"{self.before.placement(self.axis)} -> {self.after.placement(self.axis)}"
 
 
+@functools.lru_cache(maxsize=65536)
 def canonical(layout: Layout, mesh: Mesh, *, differentiable: bool = True) -> Layout:
     """One way to write each layout: axes of size 1 gone, even cuts reduced to their pieces, no G where no gradient flows."""
     return _build(layout.shape, State.of(layout, mesh, differentiable=differentiable))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +29,9 @@ from shardwright.policies.autodist.words import again_in_words, paced_title, sta
 Chain = tuple[list[int], Mapping[int, str]]
 """Where blocks begin, and the module paths of those that are layers that may be computed again."""
 
+KEPT = 8
+"""Of how many chains what boundaries take is kept: the schedules of a placement are tried one after the other."""
+
 SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)
 """Of what computing layers again can save, the shares that are left alone in trials for little memory."""
 
@@ -39,6 +43,15 @@ class Cutter:
         self.graph, self.space = graph, space
         self._messages: dict[tuple[tuple[Walk, ...], tuple[int, ...]], Messages] = {}
         self._costs: dict[tuple[Walk, tuple[int, ...], bool], Costs] = {}
+        self._fine: dict[tuple[Walk, int], list[int]] = {}
+
+    @functools.cached_property
+    def _by_layer(self) -> tuple[list[int], dict[int, str]]:
+        return layer_blocks(self.graph)
+
+    @functools.cached_property
+    def _layer_parts(self) -> Mapping[int, Sequence[Part]]:
+        return layer_parts(self.graph, *self._by_layer)
 
     def cut(self, attempt: Attempt, memory_bytes: float) -> Candidate | NoFit | NoGain:
         """The best stages for the schedule of an attempt that take no more than ``memory_bytes`` by the model of stages."""
@@ -104,14 +117,14 @@ class Cutter:
         return False
 
     def _messages_of(self, attempt: Attempt, starts: Sequence[int]) -> Messages:
-        """The prices of boundaries; where stages differ, attempts with the same blocks share them."""
+        """The prices of boundaries; attempts with the same blocks share what they can."""
         walks, ranks_of = [offer.walk for offer in attempt.offers], _ranks_of(attempt, self.space.num_microbatches)
-        if len(walks) == 1:
-            return Messages(walks, starts, ranks_of)
         key = tuple(walks), tuple(starts)
-        if key not in self._messages:
-            self._messages[key] = Messages(walks, starts, ranks_of, only_like_home=True)
-        return self._messages[key]
+        known = self._messages.pop(key, None) or Messages(walks, starts, ranks_of, only_like_home=len(walks) > 1)
+        self._messages[key] = known  # the latest is the last
+        if len(self._messages) > KEPT:
+            del self._messages[next(iter(self._messages))]
+        return known if len(walks) > 1 else known.where(ranks_of)
 
     def _menus(self, attempt: Attempt, costs: Sequence[Costs]) -> list[Menu]:
         return [Menu(offer.walk.mesh.size, found.free()) for offer, found in zip(attempt.offers, costs, strict=True)]
@@ -121,11 +134,14 @@ class Cutter:
         if self.space.stage_starts is not None:
             position = {op.name: index for index, op in enumerate(self.graph.ops)}
             return [([0, *(position[name] for name in self.space.stage_starts)], {})]
-        by_layer, layers = layer_blocks(self.graph)
+        by_layer, layers = self._by_layer
         found: list[Chain] = []
         if self.space.recompute is None or not self.space.recompute:
-            times = operator_times(walk)
-            found.append((block_starts(self.graph, [times[op.name] for op in self.graph.ops], num_stages), {}))
+            if (walk, num_stages) not in self._fine:
+                times = operator_times(walk)
+                starts = block_starts(self.graph, [times[op.name] for op in self.graph.ops], num_stages)
+                self._fine[walk, num_stages] = starts
+            found.append((self._fine[walk, num_stages], {}))
         if layers and len(by_layer) >= num_stages:
             found.append((by_layer, layers))
         return found
@@ -139,7 +155,7 @@ class Cutter:
 
         key = walk, tuple(starts), bool(layers)
         if key not in self._costs:
-            parts = layer_parts(self.graph, starts, layers)
+            parts = self._layer_parts if layers else {}
             self._costs[key] = block_costs(walk, starts, parts, None if wishes is None else wished)
         return self._costs[key]
 

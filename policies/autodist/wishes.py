@@ -19,10 +19,10 @@ def wishes(graph: IRGraph, space: Space, num_positions: int, mesh: Mesh, ranks: 
     again has; and for the memory with all layers computed again.
     """
     given = tuple(space.recompute or ())
-    yield Wish(mesh, ranks, space.num_microbatches, recompute=given)
+    # The first of the positions has as many microbatches in flight as there are positions, and a share of the model.
+    memory, in_flight = space.memory_bytes * num_positions, min(num_positions, space.num_microbatches)
+    yield Wish(mesh, ranks, space.num_microbatches, in_flight=in_flight, recompute=given)
     if space.memory_bytes < float("inf"):
-        # The first of the positions has as many microbatches in flight as there are positions, and a share of the model.
-        memory, in_flight = space.memory_bytes * num_positions, min(num_positions, space.num_microbatches)
         yield Wish(mesh, ranks, space.num_microbatches, memory, in_flight, given)
         if space.recompute is None:
             layers = layer_blocks(graph)[1]

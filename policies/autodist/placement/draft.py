@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwright.compiler.ir.op import IROp
@@ -22,7 +22,8 @@ from shardwright.runtime.layout import Layout
 @dataclass(eq=False)
 class Draft:
     """What a request's problem has so far. ``places``: of operators, by name; ``homes``: by node the module path it belongs to;
-    ``costs``, ``edges`` and ``usage``, by node the bytes of each choice, are as in the problem.
+    ``costs``, ``edges`` and ``usage``, by node the bytes of each choice, are as in the problem. ``storage``: what stores take,
+    by what that depends on.
     """
 
     request: PlacementRequest
@@ -33,6 +34,7 @@ class Draft:
     costs: list[Seconds] = field(default_factory=list)
     edges: list[tuple[int, int, Seconds]] = field(default_factory=list)
     usage: dict[int, Seconds] = field(default_factory=dict)
+    storage: dict[Hashable, tuple[Seconds, Seconds, Seconds]] = field(default_factory=dict)
 
     def add(self, node: Node, cost: Seconds, home: str) -> int:
         """A node, with the cost of each choice; its number."""

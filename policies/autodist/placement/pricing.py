@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,7 @@ from shardwright.compiler.plan.conversion import canonical
 from shardwright.compiler.plan.zero import in_pieces, over_units, units_of_storage
 from shardwright.policies.autodist.placement.conversions import Conversions, LayoutSet, ValueType
 from shardwright.policies.autodist.placement.copies import Maker, Reader
+from shardwright.policies.autodist.placement.formulation import Formulation
 from shardwright.policies.autodist.placement.request import PlacementRequest
 from shardwright.policies.autodist.placement.strategies import LayoutTable, Menus, Seconds, used
 from shardwright.runtime.config import ComputeConfig
@@ -66,7 +67,7 @@ class OverUnits:
 
 class Pricing:
     """What does not change between the graphs placed on one mesh. Equal tables are one object, by which the solver knows equal
-    blocks.
+    blocks. ``latest``: the last request, its problem without memory, and what says the bytes that are given and used by node.
     """
 
     def __init__(self, request: PlacementRequest) -> None:
@@ -78,6 +79,7 @@ class Pricing:
         self.arrays: dict[Hashable, Seconds] = {}
         self.candidates: dict[Hashable, tuple[int, ...]] = {}
         self.sets: dict[Hashable, tuple[tuple[LayoutSet, ...], bool] | None] = {}
+        self.latest: tuple[PlacementRequest, Formulation, Callable[[], tuple[float, Mapping[int, Seconds]]]] | None = None
 
     def adapters(self, kind: ValueType, maker: Maker, sets: Sequence[LayoutSet], key: Hashable) -> Seconds:
         """``[choices of the maker, sets]``: seconds of the adapters; ``key`` names the sets."""

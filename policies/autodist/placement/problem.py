@@ -24,11 +24,13 @@ what several readers choose, the problem has them run once (:meth:`Values._sprea
 
 Constraints: inputs arrive and outputs leave in given layouts (:meth:`_Builder._leave`, :func:`stores.add_sources`); what a user
 pinned leaves an operator fewer choices (``constraints.py``); the memory of a rank is a row
-(:meth:`_Builder._rows`).
+(:meth:`_Builder.usage`).
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -50,17 +52,29 @@ from shardwright.policies.autodist.placement.pricing import Pricing
 from shardwright.policies.autodist.placement.request import PlacementRequest
 from shardwright.policies.autodist.placement.shared import shared_values
 from shardwright.policies.autodist.placement.stores import add_sources
-from shardwright.policies.autodist.placement.strategies import Allowed, Menu, used
+from shardwright.policies.autodist.placement.strategies import Allowed, Menu, Seconds, used
 from shardwright.policies.autodist.placement.values import Values
 from shardwright.policies.autodist.solver.problem import Problem, Row
 from shardwright.runtime.layout import Layout
 
 
 def formulate(request: PlacementRequest, pricing: Pricing | None = None) -> Formulation:
-    """The problem of a request. ``pricing`` may be shared by requests for one mesh, ranks, hardware and times."""
-    graph = _as_lowered(request)
-    draft = Draft(request, pricing or Pricing(request), places(graph, trains=not request.config.inference_only))
-    return _Builder(draft, graph).build()
+    """The problem of a request. ``pricing`` may be shared by requests for one mesh, ranks, hardware and times; it keeps the
+    last problem, which requests share that ask for the same within another memory.
+    """
+    prices = pricing or Pricing(request)
+    if prices.latest is None or not request.differs_in_limits(prices.latest[0]):
+        graph = _as_lowered(request)
+        draft = Draft(request, prices, places(graph, trains=not request.config.inference_only))
+        builder = _Builder(draft, graph)
+        free = builder.build()
+        prices.latest = request, free, functools.cache(builder.usage)
+    _, free, usage = prices.latest
+    if request.memory_limit_bytes is None:
+        return free
+    held, used = usage()
+    rows = (Row(request.memory_limit_bytes - held, used),)
+    return replace(free, problem=replace(free.problem, rows=rows))
 
 
 def _as_lowered(request: PlacementRequest) -> IRGraph:
@@ -92,9 +106,8 @@ class _Builder:
         for value in (*graph.sources, *(value for op in graph.ops for value in op.results)):
             if value.name in self.readers:
                 values.add(value, self.makers[value.name], self.readers[value.name])
-        rows = self._rows()
         return Formulation(
-            Problem(tuple(draft.costs), tuple(draft.edges), rows, draft.blocks()),
+            Problem(tuple(draft.costs), tuple(draft.edges), (), draft.blocks()),
             tuple(draft.nodes),
             draft.pricing.layouts,
             draft.pricing.conversions,
@@ -162,13 +175,11 @@ class _Builder:
         wants = tuple((self.draft.layout_id(stripped[gives], value),) for gives in maker.gives.tolist())
         self._reads(value, Reader(maker.node, wants, ("sent", maker.key)))
 
-    def _rows(self) -> tuple[Row, ...]:
-        """The memory of a rank: what is given and held, and what operators keep for the backward, of every microbatch in
-        flight.
+    def usage(self) -> tuple[float, Mapping[int, Seconds]]:
+        """The memory of a rank: bytes that are given; and by node those of each choice, what is held, and what operators keep
+        for the backward, of every microbatch in flight.
         """
         draft, request = self.draft, self.draft.request
-        if request.memory_limit_bytes is None:
-            return ()
         if not request.config.inference_only:
             activations = Activations.of(self.graph, draft.pricing.layouts, request.mesh)
             for index, node in enumerate(draft.nodes):
@@ -176,8 +187,7 @@ class _Builder:
                 if kept is not None:
                     draft.usage[index] = request.in_flight * kept
         given = [v for v in self.graph.sources if v.kind is not ValueKind.PARAMETER and v.name in self.readers]
-        held = sum(local_bytes(Layout.whole(v.shape), v.dtype, request.mesh) for v in given)
-        return (Row(request.memory_limit_bytes - held, draft.usage),)
+        return sum(local_bytes(Layout.whole(v.shape), v.dtype, request.mesh) for v in given), draft.usage
 
     def _slack(self, values: Values) -> float:
         """What plans could save at most on values priced by shares and on what makes them."""

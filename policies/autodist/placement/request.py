@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.operators import OperatorTimes
@@ -45,3 +45,14 @@ class PlacementRequest:
     times: OperatorTimes | None = None
     deadline: float = float("inf")
     hurried: bool = False
+
+    def differs_in_limits(self, other: PlacementRequest) -> bool:
+        """Whether two requests differ in nothing but what limits the memory and the search."""
+        if self.graph is not other.graph:
+            return False
+        limits = {name: getattr(other, name) for name in LIMITS}
+        return replace(self, **limits) == other
+
+
+LIMITS = ("memory_limit_bytes", "time_limit_s", "target_gap", "deadline", "hurried")
+"""The fields of a request that its problem does not depend on, but for the limit of its row."""

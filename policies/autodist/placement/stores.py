@@ -40,7 +40,7 @@ def add_sources(draft: Draft, graph: IRGraph, makers: dict[str, Maker], readers:
             continue
         own = readers[value.name]
         candidates = (draft.layout_id(stored, value),) if stored is not None else _candidates(draft, value, own)
-        cost, held, least = _storage(draft, value, candidates, own)
+        cost, held, least = _stored(draft, value, candidates, own)
         index = draft.add(StoreNode(value, candidates, least), cost, draft.home_of(None, own))
         draft.usage[index] = held
         makers[value.name] = Maker(index, np.array(candidates), candidates)
@@ -70,6 +70,23 @@ def _candidates(draft: Draft, value: IRValue, readers: Sequence[Reader]) -> tupl
     return found
 
 
+def _stored(
+    draft: Draft, value: IRValue, candidates: tuple[int, ...], readers: Sequence[Reader]
+) -> tuple[Seconds, Seconds, Seconds]:
+    """What :func:`_storage` says, which is the same for tensors alike, but where ZeRO-3 gathers them for their readers."""
+    if _is_in_pieces(draft, value):
+        return _storage(draft, value, candidates, readers)
+    key = value.kind, value.dtype, value.requires_grad, candidates
+    if key not in draft.storage:
+        draft.storage[key] = _storage(draft, value, candidates, readers)
+    return draft.storage[key]
+
+
+def _is_in_pieces(draft: Draft, value: IRValue) -> bool:
+    """Whether ZeRO-3 stores a tensor in pieces."""
+    return draft.request.config.use_zero == 3 and value.kind is ValueKind.PARAMETER and is_large(value)
+
+
 def _storage(
     draft: Draft, value: IRValue, candidates: Sequence[int], readers: Sequence[Reader]
 ) -> tuple[Seconds, Seconds, Seconds]:
@@ -82,7 +99,7 @@ def _storage(
     item = value.dtype.itemsize
     for index, candidate in enumerate(candidates):
         layout, mesh = draft.pricing.layouts[candidate], request.mesh
-        if config.use_zero == 3 and value.kind is ValueKind.PARAMETER and is_large(value):
+        if _is_in_pieces(draft, value):
             layout, mesh, gathered_s = _in_pieces(draft, value, layout, readers)
             cost[index] += gathered_s
         declaration = Declaration(value, layout)

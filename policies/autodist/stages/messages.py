@@ -12,6 +12,7 @@ stage reads them, and makes copies of its own.
 from __future__ import annotations
 
 import bisect
+import copy
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -100,6 +101,12 @@ class Messages:
         self._adapters: dict[tuple[int, int | None], Array] = {}
         self._relief: dict[int, Array] = {}
         self._seconds: dict[Hashable, float] = {}
+
+    def where(self, ranks_of: RanksOf) -> Messages:
+        """The same for stages that lie on other ranks; what does not depend on these is shared."""
+        found = copy.copy(self)
+        found.ranks_of, found._at, found._fits = ranks_of, {}, {}
+        return found
 
     def message_s(self, before: int, after: int, device: int) -> Array:
         """All that a boundary adds."""

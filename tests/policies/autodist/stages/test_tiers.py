@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zoo
-from planning import slow_machine, two_nodes
+from planning import graph_of, slow_machine, two_nodes
 from plans import zoo_graph
 
 from shardwright.compiler.cost.hardware import load_hardware
@@ -40,6 +41,21 @@ def test_positions_share_nodes_where_messages_cost_more_than_gradients() -> None
     (outermost,) = (c for c in found.audited if c.title.startswith("pp=2 x dp=2"))
     assert found.best.step_s < 0.97 * outermost.step_s
     assert found.best.predicted_s == pytest.approx(found.best.step_s, rel=2e-3)
+
+
+@pytest.mark.parametrize(("rows", "often"), [(4, "dp"), (256, "tp")])
+def test_the_axis_that_sends_most_lies_on_the_fast_links(rows: int, often: str) -> None:
+    """Gradients of ``dp`` are as large as the weights, what ``tp`` sends as the rows; wherever the fast links are."""
+    entry, config = zoo.get("mlp"), ComputeConfig(plan_ngpus=4, runtime_ngpus=4)
+    graph, options = graph_of(entry.build(), entry.inputs(batch=rows)), AutodistOptions(degrees={"dp": 2, "tp": 2})
+    between = two_nodes(bytes_per_s=1e6)
+    inner, outer = between.tiers
+    inside = replace(between, tiers=(replace(inner, bytes_per_s=1e6), replace(outer, bytes_per_s=1e8)))
+    for hardware, group in ((between, [0, 1]), (inside, [0, 2])):
+        best = search(graph, config, options, hardware).best
+        assert best is not None
+        other = {"dp": "tp", "tp": "dp"}[often]
+        assert [rank for rank in range(4) if best.plan.mesh.coords(rank)[other] == 0] == group, best.title
 
 
 def test_one_tier_leaves_nothing_to_try() -> None:

@@ -17,7 +17,7 @@ from shardwright.compiler.passes.lower_stages import lower_stages
 from shardwright.compiler.passes.recompute import mark_recompute
 from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.autodist.bench import Bench
+from shardwright.policies.autodist.bench import AUDIT, Bench
 from shardwright.policies.autodist.candidates import renamed
 from shardwright.policies.autodist.found import Candidate
 from shardwright.policies.autodist.stages.split import NoGain
@@ -77,7 +77,7 @@ class Audits:
             waiting.append((self.sure.pop(), 0))
         wanted = self.space.audits if most is None else most
         same: list[Candidate] = []
-        audits, longest_s = 0, 0.0
+        audits = 0
         while waiting and (audits < wanted or not self.found.audited):
             late = not self.found.audited and self.clock.spent() > 1.0  # then what is most likely to fit is the answer
             waiting.sort(key=lambda item: _by_fit(item[0]) if late else (True, item[0].predicted_s))
@@ -86,11 +86,10 @@ class Audits:
             if self.found.audited:
                 if waiting[0][0].predicted_s > self.space.near * self.bench.best_s():
                     return
-                if self.clock.spent(longest_s) > 1.0:
+                if self.clock.spent(self.clock.longest_s(AUDIT)) > 1.0:
                     return self.bench.end_by_time()
             elif late and audits >= LATE_AUDITS and self.clock.is_over:
                 return self.bench.end_by_time()
-            began = self.clock.seconds
             candidate, corrections = waiting.pop(0)
             if any(is_same(candidate, other) for other in self._seen):
                 same.append(candidate)
@@ -104,11 +103,11 @@ class Audits:
                     self.found.refused.pop(candidate.title, None)
                     waiting.append((mended, corrections + 1))
             self.found.others = [*same, *(candidate for candidate, _ in waiting)]
-            longest_s = max(longest_s, self.clock.seconds - began)
 
     def audit(self, candidate: Candidate) -> PlanCost:
         """The cost of a candidate, which is noted among those that were audited, or refused."""
-        cost = self.audited(candidate.plan)
+        with self.clock.timed(AUDIT):
+            cost = self.audited(candidate.plan)
         if cost.peak_bytes <= self.space.memory_bytes:
             self.found.refused.pop(candidate.title, None)
             self.found.audited.append(replace(candidate, cost=cost))

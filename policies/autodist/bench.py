@@ -21,9 +21,16 @@ from shardwright.policies.autodist.stages.walk import Setting, Walk
 from shardwright.policies.autodist.words import too_large
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
+from shardwright.runtime.layout import Mesh
 
 TRYING_SHARE = 0.8
 """The share of the time limit after which nothing further is tried: the rest is for audits."""
+
+AUDIT = "audit"
+"""What the clock calls the lowering and audit of a plan."""
+
+MORE_AXES = 4.0
+"""How many times as long as on a mesh of one axis less a placement is expected to take, where none was made yet."""
 
 
 class Bench:
@@ -67,6 +74,21 @@ class Bench:
         """Of a step of the best plan that was audited, here or in another search."""
         return min(self.space.worth_s, self.found.best.step_s if self.found.best else float("inf"))
 
+    def placing_s(self, num_axes: int) -> float:
+        """How long placing the model on a mesh of so many axes may take, by what it took so far."""
+        if num_axes < 1:
+            return 0.0
+        return self.clock.longest_s(_placing(num_axes)) or MORE_AXES * self.placing_s(num_axes - 1)
+
+    def may_place(self, mesh: Mesh) -> bool:
+        """Whether the limit leaves time for another placement on a mesh and an audit of what it gives, or there is no plan yet;
+        if not, that is noted.
+        """
+        if not self.found.audited or self.clock.spent(self.placing_s(len(mesh.axes)) + self.clock.longest_s(AUDIT)) <= 1.0:
+            return True
+        self.end_by_time()
+        return False
+
     # -------------------------------------------------------------------------------------------- candidates
 
     def may_have(self, num_positions: int) -> bool:
@@ -85,7 +107,8 @@ class Bench:
         to the caller also where it is all that an interrupted solver had.
         """
         try:
-            placed = self._over_units(self.place(wish))
+            with self.clock.timed(_placing(len(wish.mesh.axes))):
+                placed = self._over_units(self.place(wish))
             if placed.interrupted and not keeps:
                 raise KeyboardInterrupt
             return placed
@@ -95,6 +118,9 @@ class Bench:
 
     def offer(self, placed: Placed, ranks: tuple[int, ...]) -> Offer:
         """A placement lowered; if it is for the first ranks, to be offered again where stages differ."""
+        for known in self.offers:
+            if known.placed.plan is placed.plan and known.walk.setting.ranks == ranks:
+                return replace(known, placed=placed)
         offer = Offer(placed, Walk(lower(self.graph, placed.plan), self.setting(ranks)))
         if ranks == tuple(range(placed.plan.mesh.size)):
             self.offers.append(offer)
@@ -119,3 +145,8 @@ class Bench:
             return None
         self.found.refused.pop(attempt.title, None)
         return found
+
+
+def _placing(num_axes: int) -> str:
+    """What the clock calls placing the model on a mesh of so many axes."""
+    return f"placing on {num_axes}"

@@ -19,6 +19,12 @@ AXIS_NAMES = ("x", "y", "z")
 """What the axes are called until it is known what they split."""
 
 
+BEYOND_NODE, FURTHER_AXIS = 2.0, 1.3
+"""By how much a mesh is less likely to be the best that lies on several nodes, and one of an axis more to be worth its time.
+They decide what is tried first.
+"""
+
+
 def meshes(size: int, max_axes: int = 2) -> list[Mesh]:
     """Every way to write ``size`` ranks as at most ``max_axes`` axes of two and more, major to minor, fewest axes first."""
     found = [sizes for count in range(1, max_axes + 1) for sizes in _factorizations(size, count)]
@@ -34,6 +40,18 @@ def _factorizations(size: int, count: int) -> Iterator[tuple[int, ...]]:
     for first in range(2, size // 2 + 1):
         if size % first == 0:
             yield from ((first, *rest) for rest in _factorizations(size // first, count - 1))
+
+
+def slower(num_positions: int, num_microbatches: int) -> float:
+    """How much longer a step takes for the positions that wait while a pipeline fills and drains."""
+    return 1 + (num_positions - 1) / num_microbatches
+
+
+def unlikely(mesh: Mesh, node_size: int) -> float:
+    """How much longer a step is expected to take on a mesh, before anything is placed on it: where one position does not lie in
+    a node; and how much longer it takes to see whether it does.
+    """
+    return (BEYOND_NODE if mesh.size > node_size else 1.0) * FURTHER_AXIS ** max(0, len(mesh.axes) - 1)
 
 
 def divisors(number: int) -> list[int]:

@@ -1,8 +1,10 @@
-"""The time that a search has."""
+"""The time that a search has, and how much of it its steps take."""
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 
 OVERTIME, OVERTIME_S = 1.2, 2.0
 """A search that has nothing to answer with when its limit is over goes on until that many times the limit are, or as many
@@ -17,6 +19,7 @@ class Clock:
         self.limit_s = limit_s
         self._began = time.monotonic()
         self._is_ended = False
+        self._longest_s: dict[str, float] = {}  # by kind of step
 
     @property
     def seconds(self) -> float:
@@ -35,6 +38,19 @@ class Clock:
     def moment(self, share: float) -> float:
         """When a share of the limit is over, as a time of ``time.monotonic()``."""
         return float("-inf") if self._is_ended else self._began + share * self.limit_s
+
+    @contextlib.contextmanager
+    def timed(self, kind: str) -> Iterator[None]:
+        """A step of a kind, whose time is noted."""
+        began = self.seconds
+        try:
+            yield
+        finally:
+            self._longest_s[kind] = max(self.longest_s(kind), self.seconds - began)
+
+    def longest_s(self, kind: str) -> float:
+        """Of the steps of a kind so far."""
+        return self._longest_s.get(kind, 0.0)
 
     def end(self) -> None:
         """Leave no time, as somebody waits for the answer."""

@@ -21,8 +21,7 @@ the best for the whole model, and stages choose between those that were offered.
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shardwright.compiler.cost.hardware import Hardware
@@ -33,7 +32,7 @@ from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.auditing import Auditor, Audits
 from shardwright.policies.autodist.bench import TRYING_SHARE, Bench
-from shardwright.policies.autodist.candidates import Pace, divisors, inner_places, position_ranks
+from shardwright.policies.autodist.candidates import Pace, divisors, inner_places, position_ranks, slower, unlikely
 from shardwright.policies.autodist.clock import Clock
 from shardwright.policies.autodist.found import INTERRUPT, Attempt, Candidate, Found, Opening
 from shardwright.policies.autodist.hidden import left_in_bound
@@ -52,11 +51,23 @@ BINDS = 1e-3
 OPENING_SHARES = (0.3, 0.5, 0.7)
 """The shares of the time limit at which meshes that were placed for speed are tried before more are."""
 
-SHORT = 5.0
-"""A limit of less than that many times what it takes to place the model on a mesh leaves time for one plan that fits."""
+SHORT = 30.0
+"""A limit of less than that many times what it takes to place the model on the first mesh leaves time for few of them."""
+
+BEGINNING_SHARES = (0.2, 0.45)
+"""The shares of a short limit until which meshes are placed to begin with, and tried."""
+
+SURE_SHARES = (0.93, 1.0)
+"""Of the memory, what the first plan may take by the model of stages, which leaves out some per cent of what programs take; and
+what it may take where that is too little.
+"""
 
 LAST_SHARE = 0.9
 """The share after which also the mesh that is being tried is left, if there is something to audit."""
+
+
+Whereabouts = tuple[int, Mesh, int]
+"""A number of positions, the mesh of one, and before which of its axes the pipeline axis stands."""
 
 
 class Search:
@@ -82,7 +93,7 @@ class Search:
         self.audited = Auditor(graph, config, hardware, space.num_microbatches, optimizer, times)
         self.audits = Audits(self.bench, self.audited)
         self._num_tried = 0  # meshes
-        self._longest_s = 0.0  # of placing the model on a mesh
+        self._is_short: bool | None = None  # the limit, for a model of this size; None before it is known
 
     def run(self) -> Found:
         """Search until done, out of time, or interrupted from the keyboard: then with what is known by then, or, with nothing
@@ -106,11 +117,12 @@ class Search:
 
     def _search(self, openings: list[Opening]) -> None:
         """``openings``: takes in what is placed."""
-        left = iter(self._openings())
+        left = self._meshes()
+        tried = self._begin(left, openings)
         for share in OPENING_SHARES:
-            known = len(openings)
             ended = self._open(left, share, openings)
-            self._try_all(openings[known:])
+            self._try_all(openings[tried:])
+            tried = len(openings)
             if ended or (self.bench.is_late() and (self.found.audited or self.clock.is_over)):
                 break
         else:
@@ -122,6 +134,41 @@ class Search:
             Mixing(self.bench, self.audits).run(openings)
             self._try_simple(openings)
 
+    def _begin(self, left: Iterator[Whereabouts], openings: list[Opening]) -> int:
+        """Where there is time for few meshes, as the first shows, go on at once to a plan that fits, and to what else the first
+        few may give. How many of the openings were tried.
+        """
+        self._open(left, 0.0, openings)
+        if not self._is_short:
+            return 0
+        if self.clock.spent() < BEGINNING_SHARES[0]:
+            self._open(left, BEGINNING_SHARES[0], openings)
+        for opening in sorted(openings, key=self._likely_s):
+            if not self.found.others or self.clock.spent() < BEGINNING_SHARES[1]:
+                fits = self._try_first(opening)
+                openings[openings.index(opening)] = replace(opening, binds=not fits)
+        self.audits.best(most=1)
+        self._try_all(openings)
+        return len(openings)
+
+    def _try_first(self, opening: Opening) -> bool:
+        """The first schedule on a mesh that is placed for speed, with so little memory that it is most likely to fit."""
+        number, place = opening.num_positions, opening.pp_place
+        offer = self.bench.offer(opening.free, position_ranks(opening.mesh, number, place)[0])
+        for pace in self.bench.paces(number)[:1]:
+            title = paced_title(mesh_title(number, opening.free.plan.mesh, place), pace)
+            for share in SURE_SHARES:
+                candidate = self.bench.tried(Attempt(title, (offer,), number, pace, place), share * self.space.memory_bytes)
+                if candidate is not None:
+                    self.found.others.append(candidate)
+                    return True
+        return False
+
+    def _is_first(self, candidate: Candidate) -> bool:
+        """Whether it is a plan that was among those to begin with."""
+        known = [*self.found.audited, *self.found.others] if self._is_short else []
+        return any(candidate.title == other.title and candidate.plan == other.plan for other in known)
+
     def _spare(self, openings: Sequence[Opening]) -> None:
         if not Sparing(self.bench, self.audits).run(openings):
             self.bench.end_by_time()
@@ -129,19 +176,23 @@ class Search:
     def _answer_with(self, openings: Sequence[Opening]) -> None:
         """One plan that fits, where there is none yet, from what is known."""
         self.audits.best(most=1)
-        for opening in sorted(openings, key=lambda opening: opening.bound_s):
+        for opening in sorted(openings, key=self._likely_s):
             for likely in (opening, replace(opening, binds=True)):  # as it is, and then what is most likely to fit
                 if self.found.best is None:
                     self._try_mesh(likely)
                     self.audits.best(most=1)
 
-    def _open(self, left: Iterator[Opening], share: float, openings: list[Opening]) -> bool:
-        """Place the model on further meshes until a share of the time limit is over; whether none are left."""
-        began = self.clock.seconds
-        for opening in left:
+    def _open(self, left: Iterator[Whereabouts], share: float, openings: list[Opening]) -> bool:
+        """Place the model on further meshes until a share of the time limit is over; whether none are left that there is time
+        for.
+        """
+        for number, mesh, place in left:
+            if not self.bench.may_place(mesh):
+                return True
+            opening = self._opening(number, mesh, place)
+            if opening is None:
+                continue
             openings.append(opening)
-            began, placed = self.clock.seconds, self.clock.seconds - began
-            self._longest_s = max(self._longest_s, placed)
             if opening.free.interrupted:
                 raise KeyboardInterrupt  # the solver has kept what it had; now the search ends, too
             if self.clock.spent() > share:
@@ -157,14 +208,17 @@ class Search:
 
     def _hurries(self) -> bool:
         """Whether there is time for little more than one plan that fits, and none yet."""
-        short = self.clock.limit_s < SHORT * self._longest_s or self.clock.spent() > LAST_SHARE
-        return short and not self.found.audited
+        return bool(self._is_short or self.clock.spent() > LAST_SHARE) and not self.found.audited
+
+    def _likely_s(self, opening: Opening) -> float:
+        """What a step may take on a mesh, with the most common of schedules, if memory does not bind."""
+        return opening.bound_s * slower(opening.num_positions, self.space.num_microbatches)
 
     def _try_all(self, openings: Sequence[Opening]) -> None:
-        """Try the meshes that may have the best plan, the least bound first, and audit what they give; again while audits leave
+        """Try the meshes that may have the best plan, the most likely first, and audit what they give; again while audits leave
         others that may have it.
         """
-        waiting = sorted(openings, key=lambda opening: opening.bound_s)
+        waiting = sorted(openings, key=self._likely_s)
         hurried: list[Opening] = []  # and so tried with one wish only
         while promising := [opening for opening in waiting if opening.bound_s < self.bench.best_s()]:
             for opening in promising:
@@ -195,34 +249,35 @@ class Search:
 
     # -------------------------------------------------------------------------------------------- candidates
 
-    def _meshes(self) -> Iterable[tuple[int, Mesh, int]]:
-        """Numbers of positions, the meshes of one, and where the pipeline axis stands; without a pipeline first."""
-        for number in divisors(self.config.plan_ngpus):
-            if number == (self.space.num_positions or number) and self.bench.may_have(number):
-                for mesh in self.space.meshes.get(self.config.plan_ngpus // number, ()):
-                    yield number, mesh, min(self.space.pp_place or 0, len(mesh.axes)) if number > 1 else 0
-
-    def _openings(self) -> Iterable[Opening]:
-        """Every mesh with the model placed on it for speed alone."""
-        return filter(None, itertools.starmap(self._opening, self._meshes()))
+    def _meshes(self) -> Iterator[Whereabouts]:
+        """All that the space has; what is likely good and soon placed comes first."""
+        found = [
+            (number, mesh, min(self.space.pp_place or 0, len(mesh.axes)) if number > 1 else 0)
+            for number in divisors(self.config.plan_ngpus)
+            if number == (self.space.num_positions or number) and self.bench.may_have(number)
+            for mesh in self.space.meshes.get(self.config.plan_ngpus // number, ())
+        ]
+        node = self.bench.hardware.tiers[0].sizes[0]
+        return iter(sorted(found, key=lambda item: unlikely(item[1], node) * slower(item[0], self.space.num_microbatches)))
 
     def _opening(self, num_positions: int, mesh: Mesh, pp_place: int) -> Opening | None:
         ranks = position_ranks(mesh, num_positions, pp_place)[0]
         first, *others = wishes(self.graph, self.space, num_positions, mesh, ranks)
         binds = False
         free = self.bench.placed(first, mesh_title(num_positions, mesh, pp_place), keeps=True)
-        if free is not None and others and self.least is not None and not free.interrupted:
+        if self._is_short is None:
+            self._is_short = self.clock.limit_s < SHORT * self.bench.placing_s(len(mesh.axes))
+        if free is None:
+            return None
+        worth = not self._is_short and free.bound_s < num_positions * self.bench.beaten_s()
+        if others and self.least is not None and worth and not free.interrupted:
             try:
                 least_s = self.least(others[0])
                 binds = least_s > (1 + BINDS) * free.bound_s
                 free = _bounded(free, least_s)
             except KeyboardInterrupt:
                 free, binds = replace(free, interrupted=True), True  # for all that is known
-        return (
-            None
-            if free is None
-            else Opening(num_positions, mesh, pp_place, self._shown(free, num_positions), tuple(others), binds)
-        )
+        return Opening(num_positions, mesh, pp_place, self._shown(free, num_positions), tuple(others), binds)
 
     def _shown(self, free: Placed, num_positions: int) -> Placed:
         """With a bound that heeds what sums of gradients may hide."""
@@ -281,7 +336,7 @@ class Search:
         if not (self._hurries() and opening.binds and opening.others):
             yield None
         for wish in opening.others:
-            if self._may_end(LAST_SHARE):
+            if self._may_end(LAST_SHARE) or not self.bench.may_place(opening.mesh):
                 return self.bench.end_by_time()
             if not self._hurries():
                 yield wish
@@ -298,7 +353,8 @@ class Search:
             paced = replace(attempt, title=paced_title(attempt.title, pace), pace=pace)
             candidate = self.bench.tried(paced, self.space.memory_bytes)
             if candidate is not None:
-                self.found.others.append(candidate)
+                if not self._is_first(candidate):
+                    self.found.others.append(candidate)
                 fits = fits or not candidate.plan.recompute
         return fits
 

@@ -46,6 +46,13 @@ def by_thumb(wish: Wish) -> Placed:
     return Placed(builder.plan("by thumb"), 0.0, "none", "by thumb")
 
 
+def whole_weights(wish: Wish) -> Placed:
+    """The only axis splits the batch; every rank has all weights."""
+    builder = graph().builder(mesh=dict(wish.mesh.axes))
+    split_dims(builder, "x", batch_classes(graph()))
+    return Placed(builder.plan("by thumb"), 1e-6, "none", "for speed")
+
+
 def search(place: Any = by_thumb, num_ranks: int = 4, **space: Any) -> Found:
     config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=True)
     every = {n: meshes(n) for n in divisors(num_ranks)}
@@ -134,9 +141,7 @@ def test_a_placement_for_less_memory_is_bounded_by_the_one_for_speed() -> None:
     def bounded(wish: Wish) -> Placed:
         if wish.memory_bytes is not None:
             return replace(by_thumb(wish), bound_s=10.0)
-        builder = graph().builder(mesh=dict(wish.mesh.axes))  # weights whole on every rank
-        split_dims(builder, "x", batch_classes(graph()))
-        return Placed(builder.plan("by thumb"), 1e-6, "none", "for speed")
+        return whole_weights(wish)
 
     space = {"num_positions": 1, "meshes": {4: meshes(4)[:1]}}
     small = search(**space)
@@ -161,17 +166,21 @@ def test_the_time_limit_ends_openings_trials_and_audits() -> None:
     assert found.refused == {"x=4": "there was no time to try it further; every plan on it takes at least 0 s"}
 
 
-def test_what_is_likely_to_fit_is_tried_first_where_time_is_short() -> None:
+def test_what_is_likely_to_fit_is_tried_where_time_is_short_and_speed_does_not_fit() -> None:
     """One plan, placed for the memory with all layers computed again, and audited as it is."""
     asked: list[Wish] = []
 
     def noted(wish: Wish) -> Placed:
         asked.append(wish)
-        placed = by_thumb(wish)
+        placed = by_thumb(wish) if wish.memory_bytes else whole_weights(wish)
         return replace(placed, plan=replace(placed.plan, recompute=wish.recompute))
 
-    found = search(noted, time_limit_s=0.0, num_positions=1, memory_bytes=1e12, least=lambda wish: math.inf)
-    assert [wish.hurried for wish in asked] == [False, True] and asked[-1].recompute and asked[-1].memory_bytes == 1e12
+    flat = {"num_positions": 1, "meshes": {4: meshes(4)[:1]}}
+    free, least = search(**flat).best, search(**flat, recompute=("transformer.h.*",)).best
+    assert free is not None and least is not None and least.cost is not None
+    limit = 1.01 * least.cost.peak_bytes
+    found = search(noted, time_limit_s=0.0, memory_bytes=limit, **flat)
+    assert [wish.hurried for wish in asked] == [False, True] and asked[-1].recompute and asked[-1].memory_bytes == limit
     assert found.best is not None and found.best.title == "x=4, all layers computed again"
     assert found.best.plan.recompute == asked[-1].recompute and not found.others and not found.best.is_simple
 

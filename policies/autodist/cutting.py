@@ -127,7 +127,7 @@ class Cutter:
         return known if len(walks) > 1 else known.where(ranks_of)
 
     def _menus(self, attempt: Attempt, costs: Sequence[Costs]) -> list[Menu]:
-        return [Menu(offer.walk.mesh.size, found.free()) for offer, found in zip(attempt.offers, costs, strict=True)]
+        return [found.menu(offer.walk.mesh.size) for offer, found in zip(attempt.offers, costs, strict=True)]
 
     def _chains(self, walk: Walk, num_stages: int) -> Sequence[Chain]:
         """The ways to see the model as blocks: finely, where nothing is computed again, and by layers, which may be."""
@@ -185,14 +185,14 @@ class Cutter:
         if _is_modelled(pace) or self.space.stage_starts is not None:
             return split
         holds = _in_flight(attempt.num_positions, pace, count)
-        blocks = [found.free() for found in costs]
+        tables = [Tables(menu, count, splits_backward=False) for menu in self._menus(attempt, costs)]
         return moved(
             split,
-            [Tables(listed, count, splits_backward=False) for listed in blocks],
+            tables,
             [holds(place) for place in range(len(split.stages), 0, -1)],
             count,
             memory_bytes / pace.chunks,
-            lambda trial: _predicted_s(trial, blocks, attempt, messages, count),
+            lambda trial: _predicted_s(trial, tables, attempt, messages, count),
         )
 
     def _candidate(
@@ -219,7 +219,8 @@ class Cutter:
             placed = placed[:1]
             plan = staged(plan, first_ops, attempt.num_positions, pace, count, attempt.pp_place)
         title += again_in_words([way.parts for way in chosen], layers)
-        predicted = _predicted_s(split, [found.free() for found in costs], attempt, messages, count)
+        tables = [Tables(menu, count, splits_backward=False) for menu in self._menus(attempt, costs)]
+        predicted = _predicted_s(split, tables, attempt, messages, count)
         used = split.used_bytes * pace.chunks
         plan = replace(plan, recompute=tuple(recompute))
         return Candidate(title, plan, predicted, placed, split.bound_s, used_bytes=used, attempt=attempt)
@@ -261,12 +262,10 @@ def _is_modelled(pace: Pace) -> bool:
     return pace.schedule in ("", "1f1b", "gpipe") and pace.chunks == 1
 
 
-def _predicted_s(
-    split: Split, blocks: Sequence[Sequence[Block]], attempt: Attempt, messages: Messages, num_microbatches: int
-) -> float:
+def _predicted_s(split: Split, tables: Sequence[Tables], attempt: Attempt, messages: Messages, num_microbatches: int) -> float:
     """The time of a step: the formula of the split for schedules it is exact for, a simulation for the others.
 
-    ``blocks``: by offer.
+    ``tables``: by offer.
     """
     pace = attempt.pace
     if _is_modelled(pace):
@@ -276,14 +275,13 @@ def _predicted_s(
     transfers: dict[tuple[int, int], float] = {}
     device = 0
     for index, stage in enumerate(split.stages):
-        own = blocks[stage.menu][stage.start : stage.stop]
-        again = sum(blocks[stage.menu][block].again[way].time_s for block, way in stage.recomputed)
-        forwards.append(sum(block.forward_s for block in own))
-        backwards.append(sum(block.backward_s for block in own) + again)
-        once[schedule.placement[index]] += sum(block.once_s for block in own)
+        own, span = tables[stage.menu], (stage.start, stage.stop)
+        again = sum(own.blocks[block].again[way].time_s for block, way in stage.recomputed)
+        forwards.append(float(own.forward_s[span]))
+        backwards.append(float(own.backward_s[span]) + again)
+        once[schedule.placement[index]] += float(own.once_s[span])
         if index:
             boundary = messages.boundary(split.stages[index - 1].menu, stage.menu, device)
-            span = stage.start, stage.stop
             forwards[-2] += float(boundary.sent_s[span])
             backwards[-1] += float(boundary.taken_s[span])
             transfers |= {(index - 1, index): float(boundary.there_s[span]), (index, index - 1): float(boundary.back_s[span])}

@@ -140,7 +140,7 @@ def _block_seconds(offer: Offer, starts: Sequence[int]) -> Array:
     walk = offer.walk
     times = np.array(walk.forward_s) + np.array(walk.backward_s)
     for parameter in walk.parameters:
-        times[parameter.place] += parameter.added_s + parameter.once_s / walk.setting.num_microbatches
+        times[parameter.places[0]] += parameter.added_s + parameter.once_s / walk.setting.num_microbatches
     seconds: Array = np.add.reduceat(times, np.array(starts))
     return seconds
 

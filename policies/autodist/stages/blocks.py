@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from shardwright.compiler.passes.stages import from_nothing
 from shardwright.policies.autodist.stages.chain import Part
 from shardwright.policies.autodist.stages.frontier import Again
-from shardwright.policies.autodist.stages.menu import Block
+from shardwright.policies.autodist.stages.menu import Block, Menu, Repeated
 from shardwright.policies.autodist.stages.walk import Walk
 
 MAX_WAYS = 8
@@ -26,15 +27,19 @@ class Way:
 
 @dataclass(frozen=True)
 class Costs:
-    """The blocks without anything computed again; ``ways[block]``: the ways to do so, none better than another in both."""
+    """The blocks without anything computed again, and what they have in common; ``ways[block]``: the ways to do so, none better
+    than another in both.
+    """
 
     blocks: list[Block]
     ways: list[tuple[Way, ...]]
+    repeated: tuple[Repeated, ...]
 
-    def free(self) -> list[Block]:
+    def menu(self, num_devices: int) -> Menu:
         """The blocks with all their ways."""
         found = zip(self.blocks, self.ways, strict=True)
-        return [replace(block, again=tuple(way.again for way in ways)) for block, ways in found]
+        blocks = [replace(block, again=tuple(way.again for way in ways)) for block, ways in found]
+        return Menu(num_devices, blocks, self.repeated)
 
 
 def block_costs(
@@ -46,37 +51,54 @@ def block_costs(
     """The blocks that begin at the positions ``starts`` of the graph's operators. ``parts``: by block, what may be computed
     again; with ``only``, what it names is, and nothing else may be.
 
-    Adapters count to the block that needs them, what the model itself computes again in the backward; a parameter, its
-    gradient, optimizer state, reduction and update to the first block that uses it.
+    Adapters count to the block that needs them, and what the model itself computes again to its backward; what every stage has
+    for itself (a parameter with its gradient, optimizer state, reduction and update; a value made from nothing) to the first
+    block that uses it, and once more to stages that begin later.
     """
-    forward, backward, kept = walk.forward_s, walk.backward_s, walk.kept
-    held, added, once = ([0.0] * len(starts) for _ in range(3))
-    for parameter in walk.parameters:
-        block = bisect.bisect_right(starts, parameter.place) - 1
-        held[block] += parameter.held_bytes
-        added[block] += parameter.added_s
-        once[block] += parameter.once_s
+    own, repeated = _own_costs(walk, starts)
 
     def again(spans: Iterable[tuple[int, int]]) -> Again:
         found = [walk.again(start, stop) for start, stop in spans]
         return Again(sum(one.time_s for one in found), sum(one.saved_bytes for one in found))
 
     blocks, ways = [], []
-    for block, (start, stop) in enumerate(zip(starts, [*starts[1:], len(forward)], strict=True)):
-        own = parts.get(block, ())
-        wanted = [(part.start, part.stop) for part in _outermost(part for part in own if only and only(part))]
+    for block, (start, stop) in enumerate(zip(starts, [*starts[1:], len(walk.forward_s)], strict=True)):
+        inside = parts.get(block, ())
+        wanted = [(part.start, part.stop) for part in _outermost(part for part in inside if only and only(part))]
         fixed = again([*wanted, *(region for region in walk.regions if start <= region[0] < stop)])
-        blocks.append(
-            Block(
-                sum(forward[start:stop]),
-                sum(backward[start:stop]) + fixed.time_s + added[block],
-                once[block],
-                held[block],
-                kept.first(start, stop) - fixed.saved_bytes,
-            )
-        )
-        ways.append(() if only else useful_ways([Way((part,), walk.again(part.start, part.stop)) for part in own]))
-    return Costs(blocks, ways)
+        forward_s, backward_s, once_s, held_bytes = own[block]
+        kept = walk.kept.first(start, stop) - fixed.saved_bytes
+        blocks.append(Block(forward_s, backward_s + fixed.time_s, once_s, held_bytes, kept))
+        ways.append(() if only else useful_ways([Way((part,), walk.again(part.start, part.stop)) for part in inside]))
+    return Costs(blocks, ways, repeated)
+
+
+Amounts = tuple[float, float, float, float]
+"""Seconds forward, backward and once per step, and bytes held."""
+
+
+def _own_costs(walk: Walk, starts: Sequence[int]) -> tuple[list[Amounts], tuple[Repeated, ...]]:
+    """Of every block without recompute, and what blocks have in common."""
+    found = [(0.0, 0.0, 0.0, 0.0)] * len(starts)
+    common: dict[tuple[int, int], Amounts] = {}
+    for places, amounts in _costs(walk):
+        blocks = sorted({bisect.bisect_right(starts, place) - 1 for place in places})
+        found[blocks[0]] = _sum(found[blocks[0]], amounts)
+        for pair in pairwise(blocks):
+            common[pair] = _sum(common.get(pair, (0.0, 0.0, 0.0, 0.0)), amounts)
+    return found, tuple(Repeated(*pair, *amounts) for pair, amounts in common.items() if any(amounts))
+
+
+def _costs(walk: Walk) -> Iterator[tuple[Sequence[int], Amounts]]:
+    """By the places that something is there for, what it takes."""
+    for place, (forward_s, backward_s) in enumerate(zip(walk.forward_s, walk.backward_s, strict=True)):
+        yield walk.free_uses.get(place) or (place,), (forward_s, backward_s, 0.0, 0.0)
+    for parameter in walk.parameters:
+        yield parameter.places, (0.0, parameter.added_s, parameter.once_s, parameter.held_bytes)
+
+
+def _sum(a: Amounts, b: Amounts) -> Amounts:
+    return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
 
 
 def _outermost(parts: Iterable[Part]) -> list[Part]:

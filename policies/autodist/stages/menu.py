@@ -26,23 +26,46 @@ class Block:
     again: tuple[Again, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """What ``block`` has in common with ``before``, the block before it that has it last, and stages make for themselves: a
+    stage with the later one alone has it, too. Units as of blocks.
+    """
+
+    before: int
+    block: int
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    once_s: float = 0.0
+    held_bytes: float = 0.0
+
+
 @dataclass(frozen=True)
 class Menu:
     """One placement that stages may have: on so many devices, with all blocks of the model there."""
 
     num_devices: int
     blocks: Sequence[Block]
+    repeated: Sequence[Repeated] = ()
 
 
 class Tables:
     """All stages that one placement could have: arrays [start, stop] over blocks."""
 
-    def __init__(self, blocks: Sequence[Block], num_microbatches: int, splits_backward: bool) -> None:
-        self.blocks, self.num_microbatches, self.fills_forward = blocks, num_microbatches, splits_backward
-        self.work_s = ranges([b.forward_s + b.backward_s for b in blocks], np.inf)
-        self.fill_s = ranges([b.forward_s for b in blocks], np.inf) if splits_backward else self.work_s
+    def __init__(self, menu: Menu, num_microbatches: int, splits_backward: bool) -> None:
+        self.blocks, self.num_microbatches, self.fills_forward = (blocks := menu.blocks), num_microbatches, splits_backward
+        self.forward_s = ranges([b.forward_s for b in blocks], np.inf)
+        self.backward_s = ranges([b.backward_s for b in blocks], np.inf)
         self.once_s = ranges([b.once_s for b in blocks])
         self.held_bytes = ranges([b.held_bytes for b in blocks])
+        for item in menu.repeated:
+            stages = slice(item.before + 1, item.block + 1), slice(item.block + 1, None)
+            self.forward_s[stages] += item.forward_s
+            self.backward_s[stages] += item.backward_s
+            self.once_s[stages] += item.once_s
+            self.held_bytes[stages] += item.held_bytes
+        self.work_s = self.forward_s + self.backward_s
+        self.fill_s = self.forward_s if splits_backward else self.work_s
         self.activation_bytes = ranges([b.activation_bytes for b in blocks])
         self._frontiers: dict[int, list[Frontier]] = {}
         self._empty = Frontier.empty()

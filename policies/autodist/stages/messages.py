@@ -5,8 +5,8 @@ on another mesh it arrives as its first reader needs it. So the stage before mak
 the stage after makes its readers' copies of what arrives, instead of those that the program of the whole model makes on its
 mesh. Both trees of adapters are the ones that lowering makes.
 
-A value is priced as if the stage before had made it, also where an earlier one did. Inputs of the model are not sent: every
-stage reads them, and makes copies of its own.
+A value is priced as if the stage before had made it, also where an earlier one did. Inputs of the model, parameters, and values
+made from nothing are not sent: every stage that reads one has it, and makes copies of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 from shardwright.compiler.cost.adapters import step_time
 from shardwright.compiler.cost.pipeline_time import crossing_s
-from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.strategy import layouts
 from shardwright.compiler.passes.sharing import routes
 from shardwright.compiler.passes.stages import from_nothing
@@ -65,11 +65,12 @@ class _Reach:
 
 @dataclass(frozen=True)
 class _Flow:
-    """A value that later blocks read. ``places``: of its readers, ascending. ``reaches[start]``: for a stage that begins at
-    that block, by further block that reads it.
+    """A value that later blocks read. ``is_sent``: to the stages that read it, which do not have it otherwise. ``places``: of
+    its readers, ascending. ``reaches[start]``: for a stage that begins at that block, by further block that reads it.
     """
 
     value: IRValue
+    is_sent: bool
     places: tuple[int, ...]
     reaches: dict[int, list[_Reach]]
 
@@ -172,7 +173,7 @@ class Messages:
     ) -> float:
         """Of the message with a value, or with its gradient."""
         value = self._flows[index].value
-        if here == there or value.kind is ValueKind.INPUT or (reverse and not value.requires_grad):
+        if here == there or not self._flows[index].is_sent or (reverse and not value.requires_grad):
             return 0.0
         sent, received = self._sent_as(before, index), self._received_as(before, after, index, reach)
         key = before, after, here, there, reverse, value.dtype, sent, received
@@ -185,7 +186,7 @@ class Messages:
     def _sent_s(self, before: int, index: int, reach: _Reach) -> float:
         """The copies that the stage before makes for its own readers and to send it, instead of those in the program."""
         view, value = self._views[before][index], self._flows[index].value
-        if value.kind is ValueKind.INPUT:
+        if not self._flows[index].is_sent:
             return 0.0
         own = view.needs[: reach.first]
         copies = self._tree_s(before, value, view.made, (*own, self._sent_as(before, index)))
@@ -202,7 +203,7 @@ class Messages:
         return replace(self._views[before][index].made, partial=(), grad_partial=())
 
     def _received_as(self, before: int, after: int, index: int, reach: _Reach) -> Layout:
-        if self._flows[index].value.kind is ValueKind.INPUT:
+        if not self._flows[index].is_sent:
             return self._views[after][index].made
         if self.walks[before].mesh == self.walks[after].mesh:
             return self._sent_as(before, index)
@@ -223,11 +224,14 @@ class Messages:
 
 
 def _flows(walk: Walk, starts: Sequence[int]) -> list[_Flow]:
-    """The values that are made in one block and read in a later one, but for what every stage makes for itself; and inputs."""
+    """The values that are made in one block and read in a later one; and those that all stages have and several blocks read."""
     graph = walk.program.graph
     free = from_nothing(graph)
-    made = {v.name: (place, v) for place, op in enumerate(graph.ops) if op.name not in free for v in op.results}
-    made |= {v.name: (0, v) for v in graph.inputs}
+    sent = {v.name: (place, v) for place, op in enumerate(graph.ops) if op.name not in free for v in op.results}
+    gathered = {item.of.name for item in walk.program.adapters() if item.gathers_weight}  # by every module for itself
+    made = {v.name: (0, v) for v in (*graph.inputs, *graph.parameters, *graph.buffers) if v.name not in gathered}
+    made |= {v.name: (0, v) for op in graph.ops if op.name in free for v in op.results}
+    made |= sent
     readers: dict[str, list[int]] = {}
     for place, op in enumerate(graph.ops):
         for value in op.operands:
@@ -237,10 +241,12 @@ def _flows(walk: Walk, starts: Sequence[int]) -> list[_Flow]:
     for name, places in readers.items():
         home, value = made[name]
         blocks = [bisect.bisect_right(starts, place) - 1 for place in places]
+        if name not in sent and blocks[0] == blocks[-1]:
+            continue  # its copies are as in the program of the whole model
         first = bisect.bisect_right(starts, home)  # the first block after the one that makes it
         reaches = {start: _reaches(start, blocks, starts, len(graph.ops)) for start in range(first, blocks[-1] + 1)}
         if reaches:
-            flows.append(_Flow(value, tuple(places), reaches))
+            flows.append(_Flow(value, name in sent, tuple(places), reaches))
     return flows
 
 

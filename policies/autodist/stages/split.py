@@ -126,7 +126,7 @@ def split_stages(
     messages and where stages may lie; without it messages take no time. ``below_s``: what takes longer is of no interest.
     ``limit_bytes``: what a stage may take at all, where that is more than ``memory_bytes``; the bound is of all such splits.
     """
-    tables = [Tables(menu.blocks, num_microbatches, splits_backward) for menu in menus]
+    tables = [Tables(menu, num_microbatches, splits_backward) for menu in menus]
     paths = _Paths(menus, tables, num_devices, num_stages, num_microbatches, between)
     if below_s < float("inf") and not paths.can_keep(below_s):
         return NoGain(below_s)
@@ -153,7 +153,7 @@ def may_take_less(
     menus: Sequence[Menu], num_devices: int, num_stages: int, num_microbatches: int, below_s: float, *, splits_backward: bool
 ) -> bool:
     """Whether a split could take less, as far as the bound tells, memory and messages aside."""
-    tables = [Tables(menu.blocks, num_microbatches, splits_backward) for menu in menus]
+    tables = [Tables(menu, num_microbatches, splits_backward) for menu in menus]
     return _Paths(menus, tables, num_devices, num_stages, num_microbatches, None).can_keep(below_s)
 
 

@@ -17,6 +17,7 @@ from shardwright.compiler.cost.operators import OperatorTimes, OpTime, op_time
 from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory, gradient_bytes, num_shards, state_bytes
 from shardwright.compiler.cost.reduction import parameter_s
 from shardwright.compiler.ir.value import ValueKind
+from shardwright.compiler.passes.stages import from_nothing
 from shardwright.compiler.plan.blocks import in_front, reads
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
 from shardwright.policies.autodist.stages.frontier import Again
@@ -41,11 +42,11 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A parameter or buffer, first read at ``place``: bytes with gradient and optimizer state; seconds of adding to its
-    gradient by microbatch, and of its reduction and update once per step.
+    """A parameter or buffer, read at ``places``: bytes with gradient and optimizer state; seconds of adding to its gradient by
+    microbatch, and of its reduction and update once per step. Every stage that reads it has its own.
     """
 
-    place: int
+    places: tuple[int, ...]
     held_bytes: float
     added_s: float = 0.0
     once_s: float = 0.0
@@ -192,12 +193,12 @@ class Walk:
 
     def _parameters(self) -> Iterator[Held]:
         setting, config = self.setting, self.setting.config
-        home = self._first_uses()
+        homes = self._uses()
         for declaration in self.program.declarations:
-            value, layout, place = declaration.value, declaration.layout, home.get(declaration.value.name, 0)
+            value, layout, places = declaration.value, declaration.layout, homes.get(declaration.value.name, (0,))
             num_bytes = local_bytes(layout, value.dtype, self.storage_mesh)
             if not value.requires_grad or value.kind is not ValueKind.PARAMETER:
-                yield Held(place, num_bytes)
+                yield Held(places, num_bytes)
                 continue
             num_elements = num_bytes / value.dtype.itemsize
             held = num_bytes + num_elements * gradient_bytes(setting.optimizer, value.dtype, config)
@@ -207,13 +208,31 @@ class Walk:
                 declaration, self.storage_mesh, config, setting.hardware, setting.optimizer, setting.ranks,
                 setting.num_microbatches,
             )  # fmt: skip
-            yield Held(place, held, each_s, once_s)
+            yield Held(places, held, each_s, once_s)
 
-    def _first_uses(self) -> dict[str, int]:
-        """Parameter or buffer to the place of its first reader."""
-        home: dict[str, int] = {}
-        for place, instruction in self.by_place:
-            reads = instruction.op.operands if isinstance(instruction, Compute) else (instruction.value,)
-            for value in reads:
-                home.setdefault(value.name, place)
-        return home
+    def _uses(self) -> dict[str, tuple[int, ...]]:
+        """Parameter or buffer to the places of its readers, ascending; of readers that every stage makes for itself, to the
+        places that these are made for.
+        """
+        free = self.free_uses
+        homes: dict[str, set[int]] = {}
+        for place, op in enumerate(self.program.graph.ops):
+            for value in op.operands:
+                homes.setdefault(value.name, set()).update(free.get(place, (place,)))
+        return {name: tuple(sorted(places)) for name, places in homes.items() if places}
+
+    @cached_property
+    def free_uses(self) -> dict[int, tuple[int, ...]]:
+        """Place of an operator that every stage makes for itself to those of the others that need it, ascending."""
+        graph = self.program.graph
+        free = from_nothing(graph)
+        needed: dict[str, set[int]] = {}
+        found: dict[int, tuple[int, ...]] = {}
+        for place, op in reversed(list(enumerate(graph.ops))):
+            places = {place}
+            if op.name in free:
+                places = set().union(*(needed.get(value.name, set()) for value in op.results))
+                found[place] = tuple(sorted(places))
+            for value in op.operands:
+                needed.setdefault(value.name, set()).update(places)
+        return found

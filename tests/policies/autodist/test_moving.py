@@ -9,7 +9,7 @@ import pytest
 
 from shardwright.policies.autodist.moving import MAX_ACTIONS, REACH, moved
 from shardwright.policies.autodist.stages.frontier import Again
-from shardwright.policies.autodist.stages.menu import Block, Tables
+from shardwright.policies.autodist.stages.menu import Block, Menu, Tables
 from shardwright.policies.autodist.stages.split import Split, Stage
 
 
@@ -19,7 +19,7 @@ def tables_of(num_blocks: int, seed: int) -> Tables:
         Block(draw.random(), 2 * draw.random(), 0.0, 1.0, draw.choice((1.0, 2.0)), (Again(draw.random(), 0.5),))
         for _ in range(num_blocks)
     ]
-    return Tables(blocks, 4, False)
+    return Tables(Menu(1, blocks), 4, False)
 
 
 def split_of(begins: tuple[int, ...], num_blocks: int) -> Split:

@@ -193,7 +193,7 @@ def test_no_split_that_fits_is_below_the_bound(steps: int, monkeypatch: pytest.M
             continue
         fits += 1
         counts = [in_flight(place) for place in range(num_stages, 0, -1)]
-        tables = [Tables(menu.blocks, num_microbatches, rng.random() < 0.3) for menu in menus]
+        tables = [Tables(menu, num_microbatches, rng.random() < 0.3) for menu in menus]
         paths = _Paths(menus, tables, num_devices, num_stages, num_microbatches, messages)
         bound = paths.bound(10 * expected, counts, memory)
         assert bound <= expected * (1 + 1e-9)

@@ -16,7 +16,8 @@ from shardwright.runtime.layout import Mesh
 class Opening:
     """A mesh of one position with the model placed on it for speed alone, on the ranks of the first position. ``pp_place``:
     before which of its axes the pipeline axis stands. ``others``: what may be asked besides. ``binds``: whether nothing is as
-    fast that fits, so that it must be placed for the memory or computed again.
+    fast that fits, so that it must be placed for the memory or computed again; ``hopeless``: whether it is proved that nothing
+    fits at all.
     """
 
     num_positions: int
@@ -25,6 +26,7 @@ class Opening:
     free: Placed
     others: tuple[Wish, ...]
     binds: bool = False
+    hopeless: bool = False
 
     @property
     def bound_s(self) -> float:
@@ -103,16 +105,18 @@ INTERRUPT = "Ctrl-C"
 class Found:
     """What a search has found so far. ``audited``: candidates that were lowered, best first; ``others``: predicted only;
     ``refused``: what was tried and why it is no candidate. ``bounds``: what was tried and is no better than others, with
-    the seconds that none of it is below; ``untried``: the same of meshes that there was no time for. ``least``: bytes and
-    title of the plan that needs least among those that were audited and do not fit. ``searched``: what searches this is of,
-    where there were several.
+    the seconds that none of it is below; ``unanswered``: the same of meshes that may have a plan and left none, as there was no
+    time or nothing was found that fits; ``unbounded``: pipelines in no bound, as no split of the placements chosen fits.
+    ``least``: bytes and title of the plan that needs least among those that were audited and do not fit. ``searched``: what
+    searches this is of, where there were several.
     """
 
     audited: list[Candidate] = field(default_factory=list)
     others: list[Candidate] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     bounds: dict[str, float] = field(default_factory=dict)
-    untried: dict[str, float] = field(default_factory=dict)
+    unanswered: dict[str, float] = field(default_factory=dict)
+    unbounded: list[str] = field(default_factory=list)
     least: tuple[float, str] = (float("inf"), "")
     interrupted: str | None = None
     seconds: float = 0.0
@@ -136,4 +140,4 @@ class Found:
     def bound_s(self) -> float:
         """No plan of the space takes less, as far as placements have been bounded."""
         bounds = [candidate.bound_s for candidate in (*self.audited, *self.others)]
-        return min([*bounds, *self.bounds.values(), *self.untried.values()], default=float("inf"))
+        return min([*bounds, *self.bounds.values(), *self.unanswered.values()], default=float("inf"))

@@ -155,6 +155,10 @@ def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificat
         proof += "; the placement was chosen before the stages, of which the bound holds for every split between blocks"
     if not best.is_mixed and found.tried_mixed:
         proof += "; stages that differ were searched with the placements offered to them"
+    if found.unbounded:
+        first, more = ", ".join(found.unbounded[:2]), len(found.unbounded) - 2
+        named = f"{first} and {more} more" if more > 0 else first
+        proof += f"; not in the bound: {named}, as no split of the placements chosen there fits"
     if found.searched:
         proof += f"; searched one by one: {found.searched}"
     if found.interrupted is not None:

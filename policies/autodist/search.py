@@ -94,6 +94,7 @@ class Search:
         self.audits = Audits(self.bench, self.audited)
         self._num_tried = 0  # meshes
         self._is_short: bool | None = None  # the limit, for a model of this size; None before it is known
+        self._made: list[tuple[Opening, Placed]] = []  # the placements that meshes were tried with
 
     def run(self) -> Found:
         """Search until done, out of time, or interrupted from the keyboard: then with what is known by then, or, with nothing
@@ -112,6 +113,7 @@ class Search:
                 self._answer_with(openings)
             if self.found.best is None and not self.found.refused:
                 raise
+        self._bound_unanswered()
         self.found.seconds = self.clock.seconds
         return self.found
 
@@ -243,9 +245,24 @@ class Search:
             title = mesh_title(opening.num_positions, opening.free.plan.mesh, opening.pp_place)
             words = f"every plan on it takes at least {amount(opening.bound_s, 's', digits=6)}"
             if opening.bound_s < self.bench.best_s():
-                self.found.untried[title] = opening.bound_s
+                self.found.unanswered[title] = opening.bound_s
                 words = f"there was no time to try it further; {words}"
             self.found.refused[title] = words
+
+    def _bound_unanswered(self) -> None:
+        """Keep the bounds of meshes that were tried and left nothing that fits. Without a pipeline they are of all placements,
+        and another one may. A pipeline's are of the placements chosen, no split of which fits: it is said to be in no bound.
+        """
+        known = {id(candidate.placed[0]) for candidate in self.found.tried}
+        answered = {_where(opening) for opening, placed in self._made if known & {id(placed), id(opening.free)}}
+        for opening, _ in self._made:
+            if opening.hopeless or _where(opening) in answered or not self.bench.paces(opening.num_positions):
+                continue
+            title = mesh_title(opening.num_positions, opening.free.plan.mesh, opening.pp_place)
+            if opening.num_positions == 1:
+                self.found.unanswered[title] = opening.bound_s
+            elif opening.bound_s < self.bench.best_s() and title not in self.found.unbounded:
+                self.found.unbounded.append(title)
 
     # -------------------------------------------------------------------------------------------- candidates
 
@@ -263,12 +280,12 @@ class Search:
     def _opening(self, num_positions: int, mesh: Mesh, pp_place: int) -> Opening | None:
         ranks = position_ranks(mesh, num_positions, pp_place)[0]
         first, *others = wishes(self.graph, self.space, num_positions, mesh, ranks)
-        binds = False
         free = self.bench.placed(first, mesh_title(num_positions, mesh, pp_place), keeps=True)
         if self._is_short is None:
             self._is_short = self.clock.limit_s < SHORT * self.bench.placing_s(len(mesh.axes))
         if free is None:
             return None
+        binds, least_s = False, 0.0
         worth = not self._is_short and free.bound_s < num_positions * self.bench.beaten_s()
         if others and self.least is not None and worth and not free.interrupted:
             try:
@@ -277,7 +294,8 @@ class Search:
                 free = _bounded(free, least_s)
             except KeyboardInterrupt:
                 free, binds = replace(free, interrupted=True), True  # for all that is known
-        return Opening(num_positions, mesh, pp_place, self._shown(free, num_positions), tuple(others), binds)
+        free, hopeless = self._shown(free, num_positions), least_s == float("inf")
+        return Opening(num_positions, mesh, pp_place, free, tuple(others), binds, hopeless)
 
     def _shown(self, free: Placed, num_positions: int) -> Placed:
         """With a bound that heeds what sums of gradients may hide."""
@@ -322,6 +340,7 @@ class Search:
             seen.append(placed.plan)
             # what is computed again, and when, is free
             placed = replace(placed, bound_s=opening.free.bound_s, proof=opening.free.proof)
+            self._made.append((opening, placed))
             title = mesh_title(num_positions, placed.plan.mesh, place)  # its axes may have better names by now
             if wish is not None and wish.hurried and num_positions == 1:  # as it is placed, for the program to tell
                 again = ", all layers computed again" if placed.plan.recompute else ""
@@ -384,6 +403,11 @@ class Search:
         """What policies run and a search of several schedules leaves out: it holds more than 1F1B and seldom takes less."""
         several = num_positions > 1 and len(self.space.schedules) > 1 and self.space.chunks in (None, 1)
         return [Pace("gpipe", 1)] if several else []
+
+
+def _where(opening: Opening) -> tuple[int, Mesh, int]:
+    """What tells openings apart."""
+    return opening.num_positions, opening.mesh, opening.pp_place
 
 
 def _bounded(free: Placed, least_s: float) -> Placed:

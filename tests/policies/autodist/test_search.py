@@ -21,7 +21,7 @@ from shardwright.policies.autodist.auditing import is_same
 from shardwright.policies.autodist.candidates import divisors, meshes, named, paces, renamed
 from shardwright.policies.autodist.clock import Clock
 from shardwright.policies.autodist.found import Found
-from shardwright.policies.autodist.policy import settled
+from shardwright.policies.autodist.policy import certificate, settled
 from shardwright.policies.autodist.search import Search
 from shardwright.policies.autodist.space import Placed, Space, Wish
 from shardwright.policies.autodist.stages.split import Split, split_stages
@@ -195,8 +195,39 @@ def test_what_there_was_no_time_for_is_said_and_bounds_the_plan() -> None:
 
     found = search(last, clock=clock, num_positions=1)
     assert found.best is not None and found.interrupted == "the time limit of 60 s"
-    assert found.untried == {"x=4": 1e-7, "x=2 x y=2": 2e-7} and found.bound_s == 1e-7
+    assert found.unanswered == {"x=4": 1e-7, "x=2 x y=2": 2e-7} and found.bound_s == 1e-7
     assert found.refused["x=2 x y=2"] == "there was no time to try it further; every plan on it takes at least 0.2 µs"
+
+
+def test_a_mesh_on_which_nothing_was_found_that_fits_bounds_the_plan_unless_nothing_can() -> None:
+    """Splitting the batch alone needs too much memory; another placement on that mesh might not."""
+
+    def poor(wish: Wish) -> Placed:
+        placed = by_thumb(wish)
+        if len(wish.mesh.axes) == 1:
+            placed = replace(placed, plan=graph().builder(mesh=dict(wish.mesh.axes)).plan("all on every rank"))
+        return replace(placed, bound_s=len(wish.mesh.axes) * 1e-7)
+
+    every = search(num_positions=1)
+    fits = {candidate.title: candidate.cost.peak_bytes for candidate in every.audited if candidate.cost is not None}
+    limit = 1.01 * fits["x=2 x y=2"]
+    found = search(poor, num_positions=1, memory_bytes=limit, recompute=(), least=lambda wish: 0.0)
+    assert [candidate.title for candidate in found.tried] == ["x=2 x y=2"] and "x=4" in found.refused
+    assert found.unanswered == {"x=4": 1e-7} and found.bound_s == 1e-7
+    proved = search(poor, num_positions=1, memory_bytes=limit, recompute=(), least=lambda wish: math.inf)
+    assert not proved.unanswered and proved.bound_s == 2e-7
+
+
+def test_a_pipeline_that_cannot_be_split_to_fit_is_said_to_be_in_no_bound() -> None:
+    machine, every = load_hardware("a100-80gb", 4), search(recompute=(), schedules=("1f1b",), audits=100)
+    fits = {candidate.title: candidate.cost.peak_bytes for candidate in every.audited if candidate.cost is not None}
+    limit = 1.01 * min(fits["x=4"], fits["x=2 x y=2"])
+    found = search(recompute=(), schedules=("1f1b",), memory_bytes=limit)
+    assert found.best is not None and not found.best.plan.stages and found.unbounded == ["pp=2 x x=2", "pp=4"]
+    proof = certificate(found, found.best, machine).proof
+    assert proof.endswith("; not in the bound: pp=2 x x=2, pp=4, as no split of the placements chosen there fits")
+    more = certificate(replace(found, unbounded=["a", "b", "c"]), found.best, machine).proof
+    assert "; not in the bound: a, b and 1 more, as no split" in more
 
 
 def test_a_search_without_an_answer_says_that_time_was_over() -> None:

@@ -19,6 +19,8 @@ from torch import nn
 
 import shardwright
 from shardwright.compiler.api import parallelize
+from shardwright.compiler.calibrate.calibrate import describe, measure
+from shardwright.compiler.calibrate.effort import Effort
 from shardwright.compiler.verification.deviation import deviations
 from shardwright.compiler.verification.reference import adamw
 from shardwright.runtime.config import ComputeConfig
@@ -41,6 +43,13 @@ def collectives() -> tuple[str, dict[str, Any]]:
         world.everyone.reduce_scatter_async_(in_place, [2] * 4).wait()
         assert torch.equal(in_place[mine], summed)
     return results["volume"], host(results)
+
+
+def calibrated() -> tuple[str, list[str]]:
+    """The hardware file that the ranks measure together with next to no effort, and what was measured of it."""
+    effort = Effort((2, 4), 1.0, (256, 1024), (256, 4096), 1e-4, 1e-5)
+    measured = measure(current_world(), effort)
+    return describe(measured).dumps(), sorted(measured)
 
 
 def same_gpu() -> str:

@@ -15,6 +15,7 @@ import hashlib
 import os
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,10 +65,28 @@ def install() -> None:
         uuid=f"GPU-{_index(device)}", name="fake", major=9, minor=0, total_memory=2**34
     )
     cuda.get_device_name = lambda device=None: "fake"
+    cuda.Event = _Event
     storage: Any = torch.UntypedStorage  # which makes none of a device that torch was not built for
     on_cpu = storage.clone
     storage.clone = lambda self: on_cpu(self) if self.device.type == "cpu" else _bytes_of(self).clone().untyped_storage()
     storage.cpu = lambda self: self if self.device.type == "cpu" else _bytes_of(self).cpu().untyped_storage()
+
+
+class _Event:
+    """A moment of the one stream there is, whose work is done when its call returns."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._moment_s = 0.0
+
+    def record(self) -> None:
+        self._moment_s = time.perf_counter()
+
+    def synchronize(self) -> None:
+        torch.ops.fake_cuda.synchronise()
+
+    def elapsed_time(self, end: _Event) -> float:
+        """Milliseconds."""
+        return (end._moment_s - self._moment_s) * 1e3
 
 
 def synchronisations() -> list[str]:

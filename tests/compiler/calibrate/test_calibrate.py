@@ -13,9 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fake_cuda
 import pytest
 import torch
 from rich.console import Console
+from spawn import run_processes
 
 from shardwright.compiler.calibrate import calibrate as calibrate_module
 from shardwright.compiler.calibrate import command, links, operators, profile, timing
@@ -60,6 +62,25 @@ def test_everything_is_measured_and_described(num_ranks: int, monkeypatch: pytes
         sizes = {point["ranks"] for point in hardware.measurements["links"]}
         assert sizes == ({2, 4} if num_ranks == 4 else {2})
     assert hardware.residuals.keys() == expected and all(error >= 0 for error in hardware.residuals.values())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.version.cuda is not None, reason="the fake device is for a build of torch without CUDA")
+@pytest.mark.skipif(fake_cuda.compiler() is None, reason="the fake device needs a C++ compiler")
+def test_cuda_devices_are_measured_by_the_events_of_their_stream() -> None:
+    """What is of a CPU only is left out; every rank has a device, however many cores there are."""
+    fake_cuda.build()
+    results = run_processes(4, "cuda_jobs:calibrated", fake_cuda=True)
+    for text, parts in results:
+        hardware = Hardware.from_json(json.loads(text))
+        assert parts == ["device", "launches", "links", "products", "seconds", "sizes", "streams"]
+        assert hardware.num_devices == 4 and len(hardware.tiers) == 1
+        assert hardware.device.name == "fake" and hardware.device.memory_bytes == 2**34 and hardware.device.sharing is None
+        assert set(hardware.device.flops_per_s) == {"float32", "float64", "bfloat16", "float16"}
+        assert "4 ranks" in hardware.sources["device"] and set(hardware.tiers[0].kinds) == set(COLLECTIVES)
+        assert all(collective_s(hardware, kind, 1e6, range(2)) > 0 for kind in COLLECTIVES)
+        assert {point["ranks"] for point in hardware.measurements["links"]} == {2, 4}
+    assert len({json.dumps(json.loads(text)["device"]) for text, _ in results}) == 1
 
 
 def test_of_ranks_that_share_cores_as_many_measure_as_have_one_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ COMMANDS: Mapping[str, tuple[Callable[[argparse.ArgumentParser], None], Callable
     shardwright simulate my_models:make_gpt --policy saved --set pas_config.load_plan=plan.json --plan-ngpus 8
 
 Nothing is written or run: the program that a compile would emit is priced on the machine described. Memory is that of training
-with Adam.""",
+with Adam, or with --optimizer.""",
     ),
     "profile": (
         _add_profile,

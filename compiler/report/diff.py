@@ -78,7 +78,8 @@ def _settings(plan: Plan) -> dict[str, str]:
         settings["microbatches"] = str(plan.num_microbatches)
         for index, stage in enumerate(plan.stages):
             first = stage.first_op or "the first operator"
-            settings[f"stage {index}"] = f"from {first}, on ranks {_ranges(stage.ranks)} as {stage.mesh}"
+            ranks = f"ranks {_ranges(stage.ranks)} as {stage.mesh}" if len(stage.ranks) > 1 else f"rank {stage.ranks[0]}"
+            settings[f"stage {index}"] = f"from {first}, on {ranks}"
         settings.update({f"actions of position {i}": text for i, text in enumerate(plan.actions)})
     if plan.zero_stage is not None:
         settings["stage of ZeRO"] = str(plan.zero_stage)

@@ -22,7 +22,7 @@ Row = tuple[str, ...]
 
 def show_directory(console: Console, directory: Path, manifest: Manifest, plan: Plan, *, every_layer: bool) -> None:
     """Print what a directory holds. Names that differ in numbers only share a row, unless ``every_layer``."""
-    console.print(header(directory, manifest, plan))
+    console.print(header(directory, manifest, plan), soft_wrap=True)
     console.print(tensor_table(manifest, every_layer=every_layer))
     console.print(strategy_table(plan, every_layer=every_layer))
     console.print(notes(plan.notes, every_layer=every_layer), soft_wrap=True)
@@ -38,12 +38,20 @@ def header(directory: Path, manifest: Manifest, plan: Plan) -> RenderableType:
         ("model", manifest.class_name),
         ("policy", plan.policy),
         ("mesh", f"{mesh_in_words(plan)}, {units} unit{'s' if units != 1 else ''}"),
+        *([("stages", _stages_in_words(plan))] if plan.stages else []),
         *([("batch", f"{plan.batch} samples in a unit")] if plan.batch is not None else []),
         *([("zero", ", ".join(zero))] if zero else []),
         ("made by", f"shardwright {manifest.shardwright_version}, torch {manifest.torch_version}"),
         ("files", str(directory)),
     ]
     return Text("\n".join(f"{name:<8} {value}" for name, value in lines))
+
+
+def _stages_in_words(plan: Plan) -> str:
+    """``8 in 4 positions, 1f1b_interleaved, 16 microbatches``."""
+    positions = len({stage.ranks for stage in plan.stages})
+    where = f" in {positions} positions" if positions < len(plan.stages) else ""
+    return f"{len(plan.stages)}{where}, {plan.schedule}, {plan.num_microbatches} microbatches"
 
 
 def tensor_table(manifest: Manifest, *, every_layer: bool) -> Table:

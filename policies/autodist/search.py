@@ -243,7 +243,7 @@ class Search:
                 break
         for opening in waiting:
             title = mesh_title(opening.num_positions, opening.free.plan.mesh, opening.pp_place)
-            words = f"every plan on it takes at least {amount(opening.bound_s, 's', digits=6)}"
+            words = f"every plan on it takes at least {amount(opening.bound_s, 's')}"
             if opening.bound_s < self.bench.best_s():
                 self.found.unanswered[title] = opening.bound_s
                 words = f"there was no time to try it further; {words}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from rich.console import Console
 
@@ -10,8 +13,9 @@ from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.plan.plan import Plan, StagePlan
 from shardwright.compiler.report.diff import Change, diff
 from shardwright.compiler.report.page import page
-from shardwright.compiler.report.plan_tables import mesh_in_words, strategy_table
+from shardwright.compiler.report.plan_tables import header, mesh_in_words, strategy_table
 from shardwright.runtime.layout import Mesh
+from shardwright.runtime.manifest import Manifest
 
 TP2 = Mesh((("tp", 2),))
 MIXED = Plan(
@@ -37,7 +41,18 @@ def test_the_page_of_a_plan_whose_stages_differ() -> None:
     text = page("Model", MIXED, PlanCost("h100", 1.0, (), ()), load_hardware("h100", 3))
     assert "<title>Model: autodist on tp=2 | one rank</title>" in text and "rank=" not in text
     assert "<title>rank 1: tp 1, stage 0</title>" in text and "<title>rank 2: the only one, stage 1</title>" in text
-    assert Change("mesh", "tp=2", "tp=2 | one rank") in diff(Plan(TP2), MIXED).settings
+    settings = diff(Plan(TP2), MIXED).settings
+    assert Change("mesh", "tp=2", "tp=2 | one rank") in settings
+    assert Change("stage 0", "-", "from the first operator, on ranks 0-1 as tp=2") in settings
+    assert Change("stage 1", "-", "from down, on rank 2") in settings
+
+
+def test_what_inspect_begins_with() -> None:
+    manifest = Manifest("digest", "Model", MIXED.mesh, "autodist", {}, {})
+    lines = str(header(Path("files"), manifest, MIXED)).splitlines()
+    assert lines[2:4] == ["mesh     tp=2 | one rank, 1 unit", "stages   2, 1f1b, 2 microbatches"]
+    twice = replace(MIXED, stages=(*MIXED.stages, replace(MIXED.stages[0], first_op="last")))
+    assert "stages   3 in 2 positions" in str(header(Path("files"), manifest, twice))
 
 
 def test_operators_along_the_axes_of_the_stages() -> None:

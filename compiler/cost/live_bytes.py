@@ -34,9 +34,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = tensor.untyped_storage()
             key = storage._cdata
             if key not in self._sizes:
-                self._sizes[key] = storage.nbytes()
+                size = self._sizes[key] = storage.nbytes()
                 self._watchers[key] = weakref.finalize(storage, self._forget, key)
-                self.now += self._sizes[key]
+                self.now += size
         self.peak = max(self.peak, self.now)
 
     def restart(self) -> None:
@@ -44,8 +44,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = self.now
 
     def _forget(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
+        # A thread of gloo may free what a collective used: no call between reading and writing ``now``, where Python may go
+        # on with another thread.
+        size = self._sizes.pop(key)
         del self._watchers[key]
+        self.now -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -80,19 +80,18 @@ def choose_dims(graph: IRGraph, axis_size: int) -> set[int]:
         return set()
     model = cp_model.CpModel()
     chosen = {c: model.new_bool_var(dims.classes[c].name) for c in candidates}
-    by_op: dict[str, list[_Option]] = {}
+    by_op: dict[str, set[int]] = {}
     for option in options:
-        if option.dim_class in chosen:
-            by_op.setdefault(option.op.name, []).append(option)
-    for found in by_op.values():
-        classes = {option.dim_class for option in found if option.saved > 0}
+        if option.dim_class in chosen and option.saved > 0:
+            by_op.setdefault(option.op.name, set()).add(option.dim_class)
+    for classes in dict.fromkeys(tuple(sorted(found)) for found in by_op.values()):  # repeated layers say the same
         if len(classes) > 1:
-            model.add_at_most_one(chosen[c] for c in sorted(classes))
+            model.add_at_most_one(chosen[c] for c in classes)
     sizes = _value_sizes(graph)
     memory = {v.name: estimate(product(v.shape)) for v in graph.parameters}
     total_work, total_memory = sum(_work(op) for op in graph.ops) or 1.0, sum(memory.values()) or 1.0
     travels: dict[str, set[int]] = {}
-    terms = []
+    gains = dict.fromkeys(candidates, 0)
     for option in options:
         if option.dim_class not in chosen:
             continue
@@ -100,15 +99,21 @@ def choose_dims(graph: IRGraph, axis_size: int) -> set[int]:
         worth = TABLE if option.op.target == "embedding" else MEMORY
         gain = WORK * option.work / total_work + worth * weights / total_memory
         if option.saved > 0:
-            terms.append(round(gain * option.saved) * chosen[option.dim_class])
+            gains[option.dim_class] += round(gain * option.saved)
         for name in option.travels:
             travels.setdefault(name, set()).add(option.dim_class)
     total_traffic = sum(sizes[name] for name in travels) or 1.0
-    for name, classes in sorted(travels.items()):
-        moved = model.new_bool_var(f"moves {name}")
-        for c in sorted(classes):
+    losses: dict[tuple[int, ...], int] = {}
+    for name, found in sorted(travels.items()):
+        classes = tuple(sorted(found))
+        loss = max(1, round(TRAFFIC * (1 - 1 / axis_size) * sizes[name] / total_traffic))
+        losses[classes] = losses.get(classes, 0) + loss  # values that the same classes move are moved together
+    terms = [gain * chosen[c] for c, gain in gains.items()]
+    for index, (classes, loss) in enumerate(losses.items()):
+        moved = model.new_bool_var(f"moves {index}")
+        for c in classes:
             model.add_implication(chosen[c], moved)
-        terms.append(-max(1, round(TRAFFIC * (1 - 1 / axis_size) * sizes[name] / total_traffic)) * moved)
+        terms.append(-loss * moved)
     model.maximize(sum(terms))
     solver = cp_model.CpSolver()
     solver.parameters.num_workers, solver.parameters.random_seed = 1, 0

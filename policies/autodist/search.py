@@ -385,10 +385,12 @@ class Search:
             number, place = opening.num_positions, opening.pp_place
             setting = self.bench.setting(position_ranks(opening.mesh, number, place)[0])
             paces = [*self.bench.paces(number), *self._left_out(number)]
-            found = simple_plans(self.graph, opening.mesh, paces, number, place, self.space, setting)
+            found = simple_plans(self.graph, opening.mesh, paces, number, place, self.space, setting, self.bench.beaten_s())
             for simple in sorted(found, key=lambda simple: simple.least_s):
                 if SIMPLE_SLACK * simple.least_s >= self.bench.beaten_s() or self.bench.is_late():
                     break
+                if self.bench.beaten_s() < float("inf") and not simple.may_fit(self.space.memory_bytes):
+                    continue
                 cost = self.audited(simple.plan)
                 title = paced_title(mesh_title(number, simple.whole.mesh, place), simple.pace) + SIMPLE
                 if cost.peak_bytes > self.space.memory_bytes:

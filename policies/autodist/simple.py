@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.builder import PlannableGraph
@@ -18,6 +19,7 @@ from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.zero import units_of_storage
 from shardwright.compiler.schedule.generate import SCHEDULES, generate
+from shardwright.compiler.schedule.memory import peak_in_flight
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
 from shardwright.policies.autodist.candidates import AXIS_NAMES, Pace, named, staged
@@ -35,35 +37,54 @@ SIMPLE = ", as a simple policy has it"
 """In titles."""
 
 SIMPLE_SLACK = 0.95
-"""Plans are audited whose parts take less than the best plan, after this factor: at a boundary adapters may be saved."""
+"""Plans are audited whose parts take less than the best plan, and no more than the memory, after this factor: at a boundary
+adapters may be saved.
+"""
 
 
 @dataclass(frozen=True)
 class Simple:
     """A plan, that of the ``whole`` model it was cut from, and what its parts take: ``least_s`` leaves out messages between
-    stages and what comes once per step.
+    stages, ``least_bytes`` all gradients, and what is held for a moment only.
     """
 
     plan: Plan
     whole: Plan
     pace: Pace
     least_s: float
+    least_bytes: Callable[[], float] = field(repr=False, compare=False)
+
+    def may_fit(self, memory_bytes: float) -> bool:
+        """Whether so much memory may be enough."""
+        return SIMPLE_SLACK * self.least_bytes() <= memory_bytes
 
 
 def simple_plans(
-    graph: PlannableGraph, mesh: Mesh, paces: Sequence[Pace], num_positions: int, pp_place: int, space: Space, setting: Setting
+    graph: PlannableGraph,
+    mesh: Mesh,
+    paces: Sequence[Pace],
+    num_positions: int,
+    pp_place: int,
+    space: Space,
+    setting: Setting,
+    below_s: float = float("inf"),
 ) -> Iterator[Simple]:
     """What the simple policies make of so many positions of one mesh: the last axis splits the inner dims of the model and the
-    one before it the batch; of one axis, either. Meshes of more axes are none of theirs.
+    one before it the batch; of one axis, either. Meshes of more axes are none of theirs. ``below_s``: placements that take
+    longer are of no interest.
     """
     for placement in _placements(graph, mesh):
         config = setting.config
         plan = replace(placement, zero=units_of_storage(config), outputs=output_wishes(graph, config))
         plan = replace(plan, recompute=tuple(space.recompute or ()))
         walk = Walk(lower(graph, plan), setting)
+        work_s = space.num_microbatches * sum(operator_times(walk).values())
+        if SIMPLE_SLACK * work_s >= num_positions * below_s:
+            continue
         for pace in paces:
             if not pace.schedule:
-                yield Simple(plan, plan, pace, space.num_microbatches * sum(operator_times(walk).values()))
+                whole = [range(len(graph.ops))]
+                yield Simple(plan, plan, pace, work_s + _once_s(walk, [0], whole), partial(_least_bytes, walk, [1], [0], whole))
                 continue
             schedule = generate(pace.schedule, num_positions, space.num_microbatches, pace.chunks)
             try:
@@ -71,7 +92,14 @@ def simple_plans(
             except PlanError:
                 continue  # fewer places to cut than stages
             least_s = _least_s(walk, schedule, starts, splits_backward=SCHEDULES[pace.schedule].splits_backward)
-            yield Simple(staged(plan, starts, num_positions, pace, space.num_microbatches, pp_place), plan, pace, least_s)
+            spans = _spans(walk, starts)
+            yield Simple(
+                staged(plan, starts, num_positions, pace, space.num_microbatches, pp_place),
+                plan,
+                pace,
+                least_s + _once_s(walk, schedule.placement, spans),
+                partial(_least_bytes, walk, peak_in_flight(schedule), schedule.placement, spans),
+            )
 
 
 def _placements(graph: PlannableGraph, mesh: Mesh) -> Iterator[Plan]:
@@ -95,12 +123,9 @@ def _placements(graph: PlannableGraph, mesh: Mesh) -> Iterator[Plan]:
 
 def _least_s(walk: Walk, schedule: Schedule, starts: Sequence[str], *, splits_backward: bool) -> float:
     """The schedule with the times of its stages; where backwards come in two parts, the work of the position with most."""
-    ops = walk.program.graph.ops
-    place = {op.name: index for index, op in enumerate(ops)}
     counted = [0.0 if seconds == 0.0 else 1.0 for seconds in operator_times(walk).values()]
     times = []
-    for start, stop in itertools.pairwise([0, *(place[name] for name in starts), len(ops)]):
-        own = range(start, stop)
+    for own in _spans(walk, starts):
         forward, backward = (sum(counted[i] * side[i] for i in own) for side in (walk.forward_s, walk.backward_s))
         times.append(StageTimes(forward, backward / 2, backward / 2))
     if not splits_backward:
@@ -109,3 +134,35 @@ def _least_s(walk: Walk, schedule: Schedule, starts: Sequence[str], *, splits_ba
     for position, time in zip(schedule.placement, times, strict=True):
         work[position] += schedule.num_microbatches * (time.forward_s + time.input_gradient_s + time.weight_gradient_s)
     return max(work)
+
+
+def _spans(walk: Walk, starts: Sequence[str]) -> list[range]:
+    """The places of every stage."""
+    ops = walk.program.graph.ops
+    place = {op.name: index for index, op in enumerate(ops)}
+    return [range(*pair) for pair in itertools.pairwise([0, *(place[name] for name in starts), len(ops)])]
+
+
+def _once_s(walk: Walk, placement: Sequence[int], spans: Sequence[range]) -> float:
+    """What comes after the last backward, on the position where it is least; nothing where it may run beside it."""
+    if walk.setting.config.use_async_reducer:
+        return 0.0
+    once = dict.fromkeys(placement, 0.0)
+    for position, own in zip(placement, spans, strict=True):
+        once[position] += sum(held.once_s for held in walk.parameters if held.places[0] in own)
+    return min(once.values())
+
+
+def _least_bytes(walk: Walk, in_flight: Sequence[int], placement: Sequence[int], spans: Sequence[range]) -> float:
+    """What the fullest position holds when most is in flight, without gradients; 0 where something is computed again.
+
+    ``in_flight``: by position, counted in stages and microbatches, of which some may be of its smallest stage.
+    """
+    if walk.regions or walk.program.plan.recompute or walk.setting.config.inference_only:
+        return 0.0
+    held = [0.0] * len(in_flight)
+    kept: list[list[float]] = [[] for _ in in_flight]
+    for position, own in zip(placement, spans, strict=True):
+        held[position] += sum(each.held_bytes - each.gradient_bytes for each in walk.parameters if each.places[0] in own)
+        kept[position].append(walk.kept.first(own.start, own.stop))
+    return max(h + count * min(k) for h, count, k in zip(held, in_flight, kept, strict=True))

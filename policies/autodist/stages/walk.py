@@ -44,12 +44,14 @@ class Setting:
 class Held:
     """A parameter or buffer, read at ``places``: bytes with gradient and optimizer state; seconds of adding to its gradient by
     microbatch, and of its reduction and update once per step. Every stage that reads it has its own.
+    ``gradient_bytes``: how many of the bytes are the gradient's.
     """
 
     places: tuple[int, ...]
     held_bytes: float
     added_s: float = 0.0
     once_s: float = 0.0
+    gradient_bytes: float = 0.0
 
 
 class Walk:
@@ -201,14 +203,14 @@ class Walk:
                 yield Held(places, num_bytes)
                 continue
             num_elements = num_bytes / value.dtype.itemsize
-            held = num_bytes + num_elements * gradient_bytes(setting.optimizer, value.dtype, config)
+            gradient = num_elements * gradient_bytes(setting.optimizer, value.dtype, config)
             kept = state_bytes(setting.optimizer, local_shape(layout, self.storage_mesh), value.dtype, config)
-            held += kept / num_shards(layout, self.storage_mesh, config)
+            held = num_bytes + gradient + kept / num_shards(layout, self.storage_mesh, config)
             each_s, once_s = parameter_s(
                 declaration, self.storage_mesh, config, setting.hardware, setting.optimizer, setting.ranks,
                 setting.num_microbatches,
             )  # fmt: skip
-            yield Held(places, held, each_s, once_s)
+            yield Held(places, held, each_s, once_s, gradient)
 
     def _uses(self) -> dict[str, tuple[int, ...]]:
         """Parameter or buffer to the places of its readers, ascending; of readers that every stage makes for itself, to the

@@ -12,11 +12,15 @@ from planning import slow_machine
 from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.autodist.candidates import divisors, meshes
+from shardwright.compiler.schedule.generate import SCHEDULES
+from shardwright.policies.autodist.auditing import Auditor
+from shardwright.policies.autodist.candidates import Pace, divisors, meshes, position_ranks
 from shardwright.policies.autodist.found import Found
 from shardwright.policies.autodist.policy import certificate
 from shardwright.policies.autodist.search import Search
+from shardwright.policies.autodist.simple import simple_plans
 from shardwright.policies.autodist.space import Placed, Space, Wish
+from shardwright.policies.autodist.stages.walk import Setting
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 
@@ -78,3 +82,25 @@ def test_what_the_options_leave_out_is_no_floor() -> None:
     assert one is not None and len(one.plan.stages) == 4 and one.plan.schedule == "1f1b"
     flat = searched(simple=True, num_positions=1)[1].best
     assert flat is not None and not flat.plan.stages
+
+
+@pytest.mark.parametrize("stage", [None, 3])
+def test_no_simple_plan_takes_less_than_its_parts(stage: int | None) -> None:
+    graph, hardware = plans.zoo_graph("mlp"), slow_machine(4, bytes_per_s=1e9)
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=True, outputs="loss", use_zero=stage)
+    space = Space(meshes={}, num_microbatches=NUM_MICROBATCHES)
+    audited = Auditor(graph, config, hardware, NUM_MICROBATCHES)
+    pipelines = [Pace(name, SCHEDULES[name].min_chunks) for name in ("1f1b", "gpipe", "zb_h1", "zb_v")]
+    num_plans = 0
+    for number in divisors(4):
+        for mesh in meshes(4 // number):
+            setting = Setting(hardware, config, position_ranks(mesh, number)[0], num_microbatches=NUM_MICROBATCHES)
+            paces = pipelines if number > 1 else [Pace("", 1)]
+            for simple in simple_plans(graph, mesh, paces, number, 0, space, setting):
+                cost, num_plans = audited(simple.plan), num_plans + 1
+                assert 0 < simple.least_s <= cost.step_s * (1 + 1e-9), simple
+                assert 0 < simple.least_bytes() <= cost.peak_bytes, simple
+                assert simple.may_fit(cost.peak_bytes) and not simple.may_fit(simple.least_bytes() / 2)
+            below = list(simple_plans(graph, mesh, paces, number, 0, space, setting, below_s=1e-9))
+            assert not below  # nothing is that fast, so nothing is cut
+    assert num_plans > 12

@@ -29,7 +29,7 @@ from shardwright.policies.partition import starts_at
 from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.saved import SavedOptions, load_plan
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import PlanError
+from shardwright.runtime.errors import ConfigError, PlanError
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.swap import write_file
 
@@ -124,6 +124,17 @@ def search_variants(variants: Variants, options: AutodistOptions, hardware: Hard
     return variants.search(one, options.time_limit_s)
 
 
+def _check_size(graph: PlannableGraph, options: AutodistOptions) -> None:
+    """Refuse a model that has less to do than there are stages, or nothing at all."""
+    number, stages = len(graph.ops), options.num_stages or 1
+    if number < stages:
+        raise PlanError(
+            f"the model cannot be cut into {stages} stages" if number else "the model has no operators",
+            why=f"it has {number} operator{'' if number == 1 else 's'}, and a stage at least one" if number else
+            "what goes in comes out as it is, so that there is nothing to plan",
+        )  # fmt: skip
+
+
 def _check_names(graph: PlannableGraph, options: AutodistOptions) -> None:
     """Refuse what the options name and the model does not have, and constraints that leave an operator nothing, before anything
     is searched.
@@ -176,6 +187,7 @@ def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificat
 def _space(graph: PlannableGraph, config: ComputeConfig, options: AutodistOptions, hardware: Hardware) -> Space:
     """The options as what is searched."""
     check_options(config, options)
+    _check_size(graph, options)
     limit = hardware.device.memory_bytes if options.memory_limit_gb is None else options.memory_limit_gb * 1e9
     schedules = [name for name, method in SCHEDULES.items() if method.trains and name != "gpipe"]
     if options.schedule is not None:
@@ -219,7 +231,14 @@ def _meshes(config: ComputeConfig, options: AutodistOptions) -> Mapping[int, lis
         found = {size: meshes_with(options.degrees, size, options.max_axes) for size in sizes}
     else:
         found = {size: meshes(size, options.max_axes) for size in sizes}
-    return {size: [m for m in listed if all(n <= most for _, n in m.axes)] for size, listed in found.items()}
+    left = {size: [m for m in listed if all(n <= most for _, n in m.axes)] for size, listed in found.items()}
+    if _num_positions(config, options) == 1 and not left[config.plan_ngpus]:
+        raise ConfigError(
+            f"option 'max_split' of policy 'autodist' leaves no mesh of {config.plan_ngpus} ranks",
+            why=f"every one of up to {options.max_axes} axes has an axis of more than {most}",
+            hint="a larger max_split, or num_microbatches, so that ranks may be pipeline positions",
+        )
+    return left
 
 
 def _pp_place(rank_order: str) -> int | None:

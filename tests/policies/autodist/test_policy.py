@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import planning
 import plans
 import pytest
 import torch
 import zoo
 from planning import slow_machine
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwright.compiler.compile import compile_graph
@@ -241,6 +243,36 @@ def test_amounts_that_mean_nothing() -> None:
         "option 'max_axes' of policy 'autodist' cannot be 4\n"
         "  why:   meshes of up to 3 axes are searched\n"
         "  try:   give the option mesh for one of more axes"
+    )
+
+
+class Nothing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class OneOperator(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean()
+
+
+def test_models_with_next_to_nothing_to_plan() -> None:
+    machine, x = slow_machine(2), {"x": torch.randn(4, 8, requires_grad=True)}
+    nothing, one = (planning.graph_of(module, x) for module in (Nothing(), OneOperator()))
+    with pytest.raises(PlanError) as caught:
+        search(nothing, config_of(2), AutodistOptions(), machine)
+    assert str(caught.value) == (
+        "the model has no operators\n  why:   what goes in comes out as it is, so that there is nothing to plan"
+    )
+    with pytest.raises(PlanError) as caught:
+        search(one, config_of(2, num_microbatches=4), AutodistOptions(num_microbatches=4, num_stages=2), machine)
+    assert str(caught.value) == "the model cannot be cut into 2 stages\n  why:   it has 1 operator, and a stage at least one"
+    with pytest.raises(ConfigError) as refused:
+        search(one, config_of(2), AutodistOptions(max_split=1), machine)
+    assert str(refused.value) == (
+        "option 'max_split' of policy 'autodist' leaves no mesh of 2 ranks\n"
+        "  why:   every one of up to 2 axes has an axis of more than 1\n"
+        "  try:   a larger max_split, or num_microbatches, so that ranks may be pipeline positions"
     )
 
 

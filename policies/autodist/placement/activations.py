@@ -21,7 +21,7 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.strategy import Assignment, split_factor
-from shardwright.policies.autodist.placement.strategies import LayoutTable, Menu, Seconds, signature
+from shardwright.policies.autodist.placement.strategies import LayoutTable, OpMenu, Seconds, signature
 from shardwright.runtime.layout import Mesh
 
 
@@ -76,7 +76,7 @@ class Activations:
                 found.shares.setdefault(op.name, []).append(Share(result, position, 1.0 / len(kept_by), base))
         return found
 
-    def usage(self, op: IROp, menu: Menu) -> Seconds | None:
+    def usage(self, op: IROp, menu: OpMenu) -> Seconds | None:
         """Bytes kept by every choice of an operator; None if it keeps nothing."""
         shares, internal = self.shares.get(op.name, ()), self.internal.get(op.name, 0)
         if not shares and not internal:
@@ -86,17 +86,17 @@ class Activations:
             total += self.of_share(op, menu, share)
         return total + self.inside(op, menu)
 
-    def of_share(self, op: IROp, menu: Menu, share: Share) -> Seconds:
+    def of_share(self, op: IROp, menu: OpMenu, share: Share) -> Seconds:
         """Bytes of a share, by choice."""
         value = (op.results if share.is_result else op.operands)[share.position]
         ids = (menu.results if share.is_result else menu.operands)[:, share.position]
         return share.part * self._sizes(ids.tolist(), value.dtype)
 
-    def of_result(self, op: IROp, menu: Menu, position: int) -> Seconds:
+    def of_result(self, op: IROp, menu: OpMenu, position: int) -> Seconds:
         """Bytes of a result, by choice."""
         return self._sizes(menu.results[:, position].tolist(), op.results[position].dtype)
 
-    def inside(self, op: IROp, menu: Menu) -> Seconds:
+    def inside(self, op: IROp, menu: OpMenu) -> Seconds:
         """Bytes of what an operator makes inside and keeps, by choice."""
         internal = self.internal.get(op.name, 0)
         if not internal:

@@ -15,7 +15,7 @@ from shardwright.policies.autodist.placement.emission import Place
 from shardwright.policies.autodist.placement.formulation import Node, OpNode
 from shardwright.policies.autodist.placement.pricing import Pricing
 from shardwright.policies.autodist.placement.request import PlacementRequest
-from shardwright.policies.autodist.placement.strategies import Menu, Seconds
+from shardwright.policies.autodist.placement.strategies import OpMenu, Seconds
 from shardwright.runtime.layout import Layout
 
 
@@ -56,7 +56,7 @@ class Draft:
         found = self.nodes[node] if node is not None else None
         return self.places[found.op.name].stretch if isinstance(found, OpNode) else None
 
-    def op_cost(self, op: IROp, menu: Menu) -> Seconds:
+    def op_cost(self, op: IROp, menu: OpMenu) -> Seconds:
         """Seconds per step of every choice of an operator."""
         return menu.forward_s * self.forwards(op) + menu.backward_s * self.request.microbatches
 

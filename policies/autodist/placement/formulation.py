@@ -10,7 +10,7 @@ from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue
 from shardwright.policies.autodist.placement.conversions import Conversions, LayoutSet, ValueType
 from shardwright.policies.autodist.placement.emission import Uses
-from shardwright.policies.autodist.placement.strategies import Ids, LayoutTable, Menu, Seconds
+from shardwright.policies.autodist.placement.strategies import Ids, LayoutTable, OpMenu, Seconds
 from shardwright.policies.autodist.solver.problem import Problem, evaluate
 
 
@@ -19,7 +19,7 @@ class OpNode:
     """An operator; its choices are those of the menu."""
 
     op: IROp
-    menu: Menu
+    menu: OpMenu
 
 
 @dataclass(frozen=True, eq=False)

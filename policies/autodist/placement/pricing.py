@@ -13,7 +13,7 @@ from shardwright.policies.autodist.placement.conversions import Conversions, Lay
 from shardwright.policies.autodist.placement.copies import Maker, Reader
 from shardwright.policies.autodist.placement.formulation import Formulation
 from shardwright.policies.autodist.placement.request import PlacementRequest
-from shardwright.policies.autodist.placement.strategies import LayoutTable, Menus, Seconds, used
+from shardwright.policies.autodist.placement.strategies import LayoutTable, OpMenus, Seconds, used
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Layout
 
@@ -74,7 +74,7 @@ class Pricing:
         self.request = request
         self.layouts = LayoutTable()
         self._over_units: dict[tuple[int, int], OverUnits] = {}
-        self.menus = Menus(request.mesh, request.ranks, request.hardware, request.times, self.layouts)
+        self.menus = OpMenus(request.mesh, request.ranks, request.hardware, request.times, self.layouts)
         self.conversions = Conversions(request.mesh, request.ranks, request.hardware, self.layouts)
         self.arrays: dict[Hashable, Seconds] = {}
         self.candidates: dict[Hashable, tuple[int, ...]] = {}

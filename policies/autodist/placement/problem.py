@@ -52,7 +52,7 @@ from shardwright.policies.autodist.placement.pricing import Pricing
 from shardwright.policies.autodist.placement.request import PlacementRequest
 from shardwright.policies.autodist.placement.shared import shared_values
 from shardwright.policies.autodist.placement.stores import add_sources
-from shardwright.policies.autodist.placement.strategies import Allowed, Menu, Seconds, used
+from shardwright.policies.autodist.placement.strategies import Allowed, OpMenu, Seconds, used
 from shardwright.policies.autodist.placement.values import Values
 from shardwright.policies.autodist.solver.problem import Problem, Row
 from shardwright.runtime.layout import Layout
@@ -134,7 +134,7 @@ class _Builder:
                 self.made_whole[index] = float(draft.op_cost(op, free).min())
             self._connect(index, op, menu)
 
-    def _connect(self, index: int, op: IROp, menu: Menu) -> None:
+    def _connect(self, index: int, op: IROp, menu: OpMenu) -> None:
         """What an operator makes and reads."""
         for position, value in enumerate(op.results):
             self.makers[value.name] = Maker(index, menu.results[:, position], (id(menu), position))

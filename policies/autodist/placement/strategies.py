@@ -57,7 +57,7 @@ class LayoutTable:
 
 
 @dataclass(frozen=True, eq=False)
-class Menu:
+class OpMenu:
     """The choices of an operator. ``operands`` / ``results``: layout numbers, [choices, tensors]; times: seconds, [choices].
 
     ``num_assignments`` counts the assignments that the choices stand for.
@@ -78,17 +78,17 @@ Allowed = Mapping[str, frozenset[str]]
 """Axis to the strategies that constraints leave an operator there; axes left out are free."""
 
 
-class Menus:
+class OpMenus:
     """The menus of the operators of one graph on one mesh. ``ranks``: the global ranks the mesh lies on, in its order."""
 
     def __init__(
         self, mesh: Mesh, ranks: Sequence[int], hardware: Hardware, times: OperatorTimes | None, table: LayoutTable
     ) -> None:
         self.mesh, self.ranks, self.hardware, self.times, self.table = mesh, tuple(ranks), hardware, times, table
-        self._menus: dict[Hashable, Menu] = {}
+        self._menus: dict[Hashable, OpMenu] = {}
         self._tensors: dict[Hashable, int] = {}
 
-    def of(self, op: IROp, only: Allowed | None = None) -> Menu:
+    def of(self, op: IROp, only: Allowed | None = None) -> OpMenu:
         """The menu of an operator. Its result is one object for all operators alike, so that it can be a key."""
         key = (signature(op), tuple(sorted((only or {}).items(), key=lambda item: item[0])))
         found = self._menus.get(key)
@@ -96,7 +96,7 @@ class Menus:
             found = self._menus[key] = self._enumerate(op, only or {})
         return found
 
-    def _enumerate(self, op: IROp, only: Allowed) -> Menu:
+    def _enumerate(self, op: IROp, only: Allowed) -> OpMenu:
         assert op.rule is not None
         rule, mesh = op.rule, self.mesh
         differentiable = any(value.requires_grad for value in (*op.operands, *op.results))
@@ -123,7 +123,7 @@ class Menus:
             if known is None or entry[:2] < known[:2]:
                 best[operands, results] = entry
         num_operands, num_results = len(op.operands), len(op.results)
-        return Menu(
+        return OpMenu(
             tuple(entry[2] for entry in best.values()),
             np.array([pair[0] for pair in best], dtype=np.int64).reshape(len(best), num_operands),
             np.array([pair[1] for pair in best], dtype=np.int64).reshape(len(best), num_results),

@@ -101,11 +101,6 @@ def one_forward_one_backward(num_microbatches: int) -> InFlight:
     return lambda place: min(place, num_microbatches)
 
 
-def all_at_once(num_microbatches: int) -> InFlight:
-    """GPipe holds all of them."""
-    return lambda place: num_microbatches
-
-
 def split_stages(
     menus: Sequence[Menu],
     num_devices: int,

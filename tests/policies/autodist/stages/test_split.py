@@ -15,15 +15,20 @@ from shardwright.policies.autodist.stages import frontier
 from shardwright.policies.autodist.stages.frontier import FRONTIER_STEPS, Again, Array
 from shardwright.policies.autodist.stages.menu import Block, Menu, Tables
 from shardwright.policies.autodist.stages.split import (
+    InFlight,
     NoFit,
     NoGain,
     Split,
     Stage,
     _Paths,
-    all_at_once,
     one_forward_one_backward,
     split_stages,
 )
+
+
+def all_at_once(num_microbatches: int) -> InFlight:
+    """What GPipe holds."""
+    return lambda place: num_microbatches
 
 
 def random_menus(rng: random.Random, count: int, sizes: Sequence[int], *, alike: bool) -> list[Menu]:

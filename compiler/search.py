@@ -98,7 +98,8 @@ def search_plan(
     *,
     module_dtype: torch.dtype | None = None,
 ) -> SearchedPlan:
-    """Search for the best plan, as policy ``autodist`` with the options in ``pas_config`` does, and compile nothing.
+    """Search for the best plan, as policy ``autodist`` with the options in ``pas_config`` of ``compute_config`` does, and
+    compile nothing. ``module_dtype``: as if the module had been cast to this dtype; the module given stays as it is.
 
     With the option ``global_batch``, the samples of a step, the size of a microbatch is searched too: the module is traced once
     for every size, with the dummy arguments repeated or cut to it. ``microbatch`` lists the sizes, of one unit's microbatch

@@ -26,21 +26,31 @@ AUTO = "auto"
 
 
 class ReuseType(Enum):
-    """What :func:`shardwright.parallelize` does with files it finds from an earlier call."""
+    """What :func:`shardwright.parallelize` does with files it finds from an earlier call.
 
-    MATCH = "match"  # use them if they are what this call would make, refuse if they are not, make them if absent
-    OVERRIDE = "override"  # make everything anew
-    MOO = "moo"  # match or override: use them if they are what this call would make, else make them anew
-    GRAPH = "graph"  # make plan and code anew; keep stored weights of a model that has not changed
+    ``MATCH``: use them if they are what this call would make, refuse if they are not, make them if absent. ``OVERRIDE``: make
+    everything anew. ``MOO``, match or override: use them if they are what this call would make, else make them anew.
+    ``GRAPH``: make plan and code anew; keep stored weights of a model that has not changed.
+    """
+
+    MATCH = "match"
+    OVERRIDE = "override"
+    MOO = "moo"
+    GRAPH = "graph"
 
 
 class BroadcastGenFilesStrategy(Enum):
-    """Which files go from the node that compiled to nodes that do not have them."""
+    """Which files go from the node that compiled to nodes that do not have them.
 
-    NONE = "none"  # none: the directory is shared between nodes, or copied by the user
-    ALL = "all"  # every file
-    NO_WEIGHTS = "no_weights"  # every file but the initial weights: load with init_module_params=False there
-    CODE = "code"  # the programs of the ranks and what is needed to check them
+    ``NONE``: none, the directory is shared between nodes, or copied by the user. ``ALL``: every file. ``NO_WEIGHTS``: every
+    file but the initial weights; load with ``init_module_params=False`` there. ``CODE``: the programs of the ranks and what is
+    needed to check them.
+    """
+
+    NONE = "none"
+    ALL = "all"
+    NO_WEIGHTS = "no_weights"
+    CODE = "code"
 
 
 @named_fields

@@ -163,7 +163,12 @@ def merge_atoms(dim: Dim) -> Dim:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one tensor lies on a mesh: atoms per dim, the axes it is partial on (P), and gradient-partial on (G)."""
+    """How one tensor lies on a mesh. ``dims``: of each dim its atoms, whose product it is, and the axes that cut them.
+    ``partial``, ``grad_partial``: the axes along which ranks hold summands of the value (P) and of its gradient (G).
+
+    :meth:`parse` reads what ``str`` writes: ``Layout.parse("[50257/tp, 768] G(dp)")`` has its rows cut over ``tp``, and along
+    ``dp`` whole copies, each with a summand of the gradient.
+    """
 
     dims: tuple[Dim, ...]
     partial: tuple[str, ...] = ()

@@ -1,6 +1,10 @@
 """The public names: complete, lazy, and the same for type checkers."""
 
 import ast
+import dataclasses
+import enum
+import inspect
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -40,3 +44,19 @@ def test_a_runtime_name_loads_no_compiler():
     code = "import sys, shardwright; shardwright.ParallelModule; print([m for m in sys.modules if '.compiler' in m])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not [name for name in ast.literal_eval(loaded.stdout) if name.startswith("shardwright")]
+
+
+@pytest.mark.parametrize("name", sorted(set(shardwright.__all__) - {"__version__"}))
+def test_help_names_every_field_member_and_option(name):
+    value = getattr(shardwright, name)
+    text = value.__doc__
+    if isinstance(value, enum.EnumType):
+        wanted = list(value.__members__)
+    elif isinstance(value, type):
+        wanted = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+        wanted = [field for field in wanted if field not in ("name", "axes")]
+    else:
+        parameters = inspect.signature(value).parameters.values()
+        wanted = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    missing = [option for option in wanted if not re.search(rf"``{option}\b|\b{option}=|<{option}>", text)]
+    assert not missing, f"help({name}) says nothing of {missing}"

@@ -52,11 +52,15 @@ class DynamicDim:
 
 @dataclass(frozen=True)
 class IRGraph:
-    """The operators of one module's ``forward``, topologically ordered.
+    """The operators of one module's ``forward``, topologically ordered. ``print`` shows them with shapes, dims and rules;
+    ``builder`` begins a plan, where a policy gets the graph.
 
+    ``ops``: the operators. ``parameters``, ``buffers``: the tensors of the module that they read.
     ``inputs``: the tensor leaves of the arguments, in order. ``signature``: argument name to its :class:`Tree` (leaves:
     input values, or literals that were fixed by tracing). ``defaults``: arguments that were absent and took their
-    default. ``output``: the structure of the result. ``buffer_updates``: buffer value to the value it has after the call.
+    default; ``argument_order``: the names of all, as in ``forward``. ``dynamic_dims``: the input dims whose size may vary.
+    ``dims``: the dims of the model (batch, heads, ...), once they are known. ``module_types``: module path to class name.
+    ``output``: the structure of the result. ``buffer_updates``: buffer value to the value it has after the call.
     ``constants``: the tensors that constant values stand for. ``conditions``: relations between dynamic sizes that the
     traced control flow took for granted; a call that breaks one must be refused. ``eval_graph``: the body for
     ``training=False`` where it differs in structure; parameters and buffers are shared by name. ``autocast``: the dtype of the

@@ -109,7 +109,8 @@ class Plan:
     there, for people; nothing is decided by it. ``certificate``: of a plan that was searched for.
 
     With ``stages`` the plan is a pipeline: ``mesh`` then counts all ranks, and strategies speak of the axes of the stages'
-    meshes. ``schedule`` names the order of forwards and backwards of ``num_microbatches`` samples.
+    meshes. ``schedule`` names the order of forwards and backwards of ``num_microbatches`` samples; ``actions`` writes it out by
+    position, where it is the user's own. ``recompute``: the module paths whose activations are computed again in backward.
 
     ``zero``: over how many units ZeRO-3 stores parameters in pieces (see :mod:`shardwright.compiler.plan.zero`); 0 without
     it. It follows from the config, with the stage that the plan has chosen.

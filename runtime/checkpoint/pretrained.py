@@ -44,7 +44,7 @@ def export_pretrained(
     ``config``: the model's configuration: a transformers one, a dict, or the path of a ``config.json`` or of the folder it is
     in. ``rename``: what transformers calls a tensor, given its name in the module (for a model that was wrapped:
     ``lambda name: name.removeprefix("model.")``). A tied tensor is written once, under its first name, as transformers does.
-    One tensor is in memory at a time.
+    One tensor is in memory at a time. ``max_file_bytes``: another file is begun where one would grow larger (``None``: never).
 
     Raises :class:`CheckpointError` if there is no checkpoint, if files are missing or altered, or if ``out`` exists.
     """

@@ -232,6 +232,14 @@ def counters() -> CommunicationCounters:
 
 @contextmanager
 def count_communication() -> Iterator[CommunicationCounters]:
-    """What the calling rank communicates inside the ``with`` block."""
+    """What the calling rank communicates inside the ``with`` block, as counters to print or to ask.
+
+    ::
+
+        with shardwright.count_communication() as volume:
+            model(x).backward()
+        print(volume)                                  # calls, elements and bytes by phase, collective and mesh axis
+        volume.elements("all_reduce", axis="tp")       # of some of them; also calls(), total(), items()
+    """
     with counters().listen() as volume:
         yield volume

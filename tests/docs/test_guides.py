@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import zoo
 
 import shardwright
 from shardwright.runtime.ranks.threads import run_ranks
@@ -97,20 +98,8 @@ def test_the_registered_function_of_the_guide(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_readme_trains_on_two_ranks(tmp_path: Path) -> None:
-    (tmp_path / "my_project.py").write_text(
-        "import torch\n"
-        "class MyModel(torch.nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.up, self.down = torch.nn.Linear(128, 64), torch.nn.Linear(64, 10)\n"
-        "    def forward(self, x, y):\n"
-        "        return torch.nn.functional.mse_loss(self.down(self.up(x).relu()), y)\n"
-        "def my_batches():\n"
-        "    generator = torch.Generator().manual_seed(0)\n"
-        "    for _ in range(3):\n"
-        "        yield torch.randn(8, 128, generator=generator), torch.randn(8, 10, generator=generator)\n"
-    )
-    (tmp_path / "train.py").write_text(blocks("README.md")[0])
+    for name, block in zip(("train.py", "my_project.py"), blocks("README.md"), strict=True):
+        (tmp_path / name).write_text(block)
     torchrun(tmp_path, "train.py")
     assert len(list(tmp_path.rglob("gencode*.py"))) == 2
 
@@ -125,3 +114,19 @@ def test_the_pipeline_of_the_guide_trains_on_two_ranks(tmp_path: Path) -> None:
 def test_the_schedules_of_the_guide(capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(blocks("docs/pipelines.md")[1], "guide", "exec"), {})
     assert "1f1b bubble 27%, microbatches held (4, 3, 2, 1)" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_searches_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With less to choose from where it searches longest."""
+    monkeypatch.chdir(tmp_path)
+    entry = zoo.get("gpt2")
+    names: dict[str, Any] = {"model": entry.build().float(), "dummy_args": entry.inputs()}
+    first, second, third = blocks("docs/autodist.md")
+    first = first.replace("\n)", "\n    load_module=False,\n)")
+    second = second.replace('{"global_batch": 256}', '{"global_batch": 256, "microbatch": [4], "zero": [1], "num_stages": 1}')
+    second = second.replace('"saved", config)', '"saved", config, load_module=False, instance_name="saved")')
+    for block in (first, second, third):
+        exec(block, names)
+    assert len(list(tmp_path.rglob("gencode*.py"))) == 16 and (tmp_path / "plan.json").exists()
+    assert names["found"].gap == 0 and names["found"].plan.mesh.size == 8

@@ -97,10 +97,11 @@ class Bench:
 
     def paces(self, num_positions: int) -> Sequence[Pace]:
         """The schedules of so many positions."""
-        if num_positions == 1:
-            return (Pace("", 1),)
         space = self.space
-        return paces(num_positions, space.num_microbatches, space.schedules, space.chunks, most=len(self.graph.ops))
+        found = [Pace("", 1)]
+        if num_positions > 1:
+            found = paces(num_positions, space.num_microbatches, space.schedules, space.chunks, most=len(self.graph.ops))
+        return [pace for pace in found if space.may_have(num_positions * pace.chunks)]
 
     def placed(self, wish: Wish, title: str, *, keeps: bool = False) -> Placed | None:
         """The placement that is wished for; None, and why it cannot be among what is refused. ``keeps``: whether it is of use

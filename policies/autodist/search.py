@@ -271,7 +271,7 @@ class Search:
         found = [
             (number, mesh, min(self.space.pp_place or 0, len(mesh.axes)) if number > 1 else 0)
             for number in divisors(self.config.plan_ngpus)
-            if number == (self.space.num_positions or number) and self.bench.may_have(number)
+            if number == (self.space.num_positions or number) and self.bench.may_have(number) and self.bench.paces(number)
             for mesh in self.space.meshes.get(self.config.plan_ngpus // number, ())
         ]
         node = self.bench.hardware.tiers[0].sizes[0]
@@ -404,7 +404,7 @@ class Search:
     def _left_out(self, num_positions: int) -> Sequence[Pace]:
         """What policies run and a search of several schedules leaves out: it holds more than 1F1B and seldom takes less."""
         several = num_positions > 1 and len(self.space.schedules) > 1 and self.space.chunks in (None, 1)
-        return [Pace("gpipe", 1)] if several else []
+        return [Pace("gpipe", 1)] if several and self.space.may_have(num_positions) else []
 
 
 def _where(opening: Opening) -> tuple[int, Mesh, int]:

@@ -80,3 +80,7 @@ class Space:
     mixed: bool = True
     simple: bool = False
     pp_place: int | None = None
+
+    def may_have(self, num_stages: int) -> bool:
+        """Whether a plan may have so many stages: any number, or that of which the begins are given."""
+        return self.stage_starts is None or num_stages == len(self.stage_starts) + 1

@@ -118,6 +118,15 @@ def test_what_the_user_fixed_is_kept() -> None:
     assert found.best.plan.recompute == ("transformer.h.*",)
 
 
+def test_begins_of_stages_leave_only_pipelines_that_have_them() -> None:
+    """No plan without a pipeline, no schedule with more stages; the floor of simple policies cuts there, too."""
+    start = next(op.name for op in graph().ops if op.module_path.startswith("transformer.h.1"))
+    found = search(stage_starts=(start,), schedules=("1f1b", "1f1b_interleaved", "zb_h1"), simple=True)
+    assert {c.title.split(",")[0] for c in found.tried} == {"pp=2 x x=2", "pp=2 x dp=2"} and not found.refused
+    assert any(candidate.is_simple for candidate in found.tried)
+    assert all([stage.first_op for stage in candidate.plan.stages] == ["", start] for candidate in found.tried)
+
+
 def test_a_placement_that_fails_is_a_reason_not_an_end() -> None:
     def refuses(wish: Wish) -> Placed:
         if len(wish.mesh.axes) == 2:

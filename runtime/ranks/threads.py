@@ -214,6 +214,10 @@ def run_ranks(num_ranks: int, fn: Callable[..., Result], *args: Any, timeout_s: 
 
     Raises :class:`DistributedError` where the ranks' collectives do not fit together.
     """
+    # A mode of fake tensors replaces the guard of CUDA devices where there are none. With torch 2.11 the guard dies with the
+    # thread that did so first, and the next one crashes: so that is the thread that outlives the ranks.
+    if not torch.cuda.is_available():
+        torch._C._ensureCUDADeviceGuardSet()
     hub = Hub(num_ranks, timeout_s)
     results: list[Any] = [None] * num_ranks
 

@@ -50,7 +50,7 @@ def test_plan(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     plan = Plan.from_json(json.loads((tmp_path / "plan.json").read_text()))
     assert plan.policy == "autodist" and plan.certificate is not None
     page = (tmp_path / "plan.html").read_text()
-    assert "What was tried" in page and "above the bound at most" in page and "limit, 954 MiB" in page
+    assert "What was tried" in page and "above the bound at most" in page and "limit, 1 GB" in page
     run(
         "verify plan_models:make --policy saved --plan-ngpus 2 --steps 1 --set use_end2end=true "
         "--set pas_config.load_plan=plan.json"

@@ -81,10 +81,11 @@ class Bench:
         return self.clock.longest_s(_placing(num_axes)) or MORE_AXES * self.placing_s(num_axes - 1)
 
     def may_place(self, mesh: Mesh) -> bool:
-        """Whether the limit leaves time for another placement on a mesh and an audit of what it gives, or there is no plan yet;
-        if not, that is noted.
+        """Whether the limit leaves time for another placement on a mesh and an audit of what it gives, or there is no plan yet,
+        here or in another search; if not, that is noted.
         """
-        if not self.found.audited or self.clock.spent(self.placing_s(len(mesh.axes)) + self.clock.longest_s(AUDIT)) <= 1.0:
+        needed_s = self.placing_s(len(mesh.axes)) + self.clock.longest_s(AUDIT)
+        if self.beaten_s() == float("inf") or self.clock.spent(needed_s) <= 1.0:
             return True
         self.end_by_time()
         return False

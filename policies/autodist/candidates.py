@@ -42,9 +42,11 @@ def _factorizations(size: int, count: int) -> Iterator[tuple[int, ...]]:
             yield from ((first, *rest) for rest in _factorizations(size // first, count - 1))
 
 
-def slower(num_positions: int, num_microbatches: int) -> float:
-    """How much longer a step takes for the positions that wait while a pipeline fills and drains."""
-    return 1 + (num_positions - 1) / num_microbatches
+def slower(num_positions: int, num_microbatches: int, longest_share: float) -> float:
+    """How much longer a step takes for the positions that wait while a pipeline fills and drains, and where one operator, of so
+    large a share of a forward and backward, is more than a position's.
+    """
+    return (1 + (num_positions - 1) / num_microbatches) * max(1.0, num_positions * longest_share)
 
 
 def unlikely(mesh: Mesh, node_size: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from shardwright.compiler.cost.hardware import Hardware
@@ -75,7 +74,7 @@ class Placer:
             self.hardware,
             self.config,
             memory_limit_bytes=wish.memory_bytes,
-            constraints=Constraints(self.options.pin, self._forbidden(wish.mesh), self.options.stored),
+            constraints=constraints_on(wish.mesh, self.graph, self.options),
             time_limit_s=max(1.0, min(self._clock.left_s / 2, limit_s)),
             target_gap=TARGET_GAP if coarse else 0.0,
             microbatches=wish.num_microbatches,
@@ -87,9 +86,6 @@ class Placer:
             hurried=wish.hurried,
             optimizer=self._optimizer,
         )
-
-    def _forbidden(self, mesh: Mesh) -> Mapping[str, tuple[str, ...]]:
-        return forbidden(self.graph, mesh, self.options.degrees, self.options.forbid)
 
     def __call__(self, wish: Wish) -> Placed:
         request = self.request(wish)
@@ -107,6 +103,11 @@ class Placer:
         request = self.request(wish)
         pricing = self._pricings.setdefault((wish.mesh, wish.ranks), Pricing(request))
         return least_step_s(request, pricing, again=self.options.recompute is None)
+
+
+def constraints_on(mesh: Mesh, graph: PlannableGraph, options: AutodistOptions) -> Constraints:
+    """What the options fix on a mesh, degrees included."""
+    return Constraints(options.pin, forbidden(graph, mesh, options.degrees, options.forbid), options.stored)
 
 
 def _too_large(found: Infeasible, request: PlacementRequest, pricing: Pricing) -> str:

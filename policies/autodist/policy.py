@@ -21,7 +21,7 @@ from shardwright.policies.autodist.degrees import meshes_with
 from shardwright.policies.autodist.found import Candidate, Found
 from shardwright.policies.autodist.options import AutodistOptions, check_options, check_schedule
 from shardwright.policies.autodist.placement.constraints import Constraints, allowed_strategies
-from shardwright.policies.autodist.placer import Placer, Pricings
+from shardwright.policies.autodist.placer import Placer, Pricings, constraints_on
 from shardwright.policies.autodist.search import Search
 from shardwright.policies.autodist.space import Space
 from shardwright.policies.autodist.variants import Variant, Variants
@@ -202,7 +202,8 @@ def _space(graph: PlannableGraph, config: ComputeConfig, options: AutodistOption
         recompute=options.recompute,
         memory_bytes=limit,
         mixed=options.mesh is None,
-        simple=not (options.pin or options.forbid or options.stored),
+        simple=True,
+        constraints=lambda mesh: constraints_on(mesh, graph, options),
         pp_place=None if config.rank_order is None else _pp_place(config.rank_order),
     )
 

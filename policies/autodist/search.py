@@ -1,8 +1,9 @@
 """The outer search: meshes, pipeline stages, schedules, and what is computed again.
 
-    for every number of pipeline positions, and every mesh of the ranks of one position:
+    for every number of pipeline positions, and every mesh of the ranks of one position, what is likely good first:
         place the whole model on that mesh for speed alone                    (placement/: every operator, exact or bounded)
-    for each of them, the least bound first, as long as that is below the best plan so far:
+        after the first few, where the limit leaves time for few: audit the best plan that they give at once
+    for each of them, the most likely first, as long as that is below the best plan so far:
         place the model within the memory too, where it does not fit, and at the price of computing again (wishes.py)
         for every schedule: cut the chain of blocks into stages               (stages/: exact under its model of 1F1B)
                             move their begins, if it is another than 1F1B     (moving.py: as long as a simulation gets shorter)
@@ -21,11 +22,13 @@ the best for the whole model, and stages choose between those that were offered.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from shardwright.compiler.cost.hardware import Hardware
-from shardwright.compiler.cost.operators import OperatorTimes
+from shardwright.compiler.cost.operators import OperatorTimes, op_time
 from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.builder import PlannableGraph
@@ -136,17 +139,18 @@ class Search:
             Mixing(self.bench, self.audits).run(openings)
             self._try_simple(openings)
 
-    def _begin(self, left: Iterator[Whereabouts], openings: list[Opening]) -> int:
+    def _begin(self, left: deque[Whereabouts], openings: list[Opening]) -> int:
         """Where there is time for few meshes, as the first shows, go on at once to a plan that fits, and to what else the first
         few may give. How many of the openings were tried.
         """
         self._open(left, 0.0, openings)
         if not self._is_short:
             return 0
-        if self.clock.spent() < BEGINNING_SHARES[0]:
-            self._open(left, BEGINNING_SHARES[0], openings)
+        while left and self.clock.spent(self.bench.placing_s(len(left[0][1].axes))) < BEGINNING_SHARES[0]:
+            self._open(left, 0.0, openings)
         for opening in sorted(openings, key=self._likely_s):
-            if not self.found.others or self.clock.spent() < BEGINNING_SHARES[1]:
+            in_time = not self.found.others or self.clock.spent() < BEGINNING_SHARES[1]
+            if in_time and opening.bound_s < self.bench.best_s():
                 fits = self._try_first(opening)
                 openings[openings.index(opening)] = replace(opening, binds=not fits)
         self.audits.best(most=1)
@@ -184,11 +188,12 @@ class Search:
                     self._try_mesh(likely)
                     self.audits.best(most=1)
 
-    def _open(self, left: Iterator[Whereabouts], share: float, openings: list[Opening]) -> bool:
+    def _open(self, left: deque[Whereabouts], share: float, openings: list[Opening]) -> bool:
         """Place the model on further meshes until a share of the time limit is over; whether none are left that there is time
         for.
         """
-        for number, mesh, place in left:
+        while left:
+            number, mesh, place = left.popleft()
             if not self.bench.may_place(mesh):
                 return True
             opening = self._opening(number, mesh, place)
@@ -214,7 +219,17 @@ class Search:
 
     def _likely_s(self, opening: Opening) -> float:
         """What a step may take on a mesh, with the most common of schedules, if memory does not bind."""
-        return opening.bound_s * slower(opening.num_positions, self.space.num_microbatches)
+        return opening.bound_s * self._slower(opening.num_positions)
+
+    def _slower(self, num_positions: int) -> float:
+        """By rule of thumb, how much longer a step takes in so many positions, for what they cannot share or wait for."""
+        return 1.0 if num_positions == 1 else slower(num_positions, self.space.num_microbatches, self._longest_share)
+
+    @cached_property
+    def _longest_share(self) -> float:
+        """Of the time of all operators, unsplit, what the longest takes."""
+        times = [op_time(op, {}, Mesh(()), self.bench.hardware, self.bench.times).total_s for op in self.graph.ops]
+        return max(times) / (sum(times) or 1.0)
 
     def _try_all(self, openings: Sequence[Opening]) -> None:
         """Try the meshes that may have the best plan, the most likely first, and audit what they give; again while audits leave
@@ -266,7 +281,7 @@ class Search:
 
     # -------------------------------------------------------------------------------------------- candidates
 
-    def _meshes(self) -> Iterator[Whereabouts]:
+    def _meshes(self) -> deque[Whereabouts]:
         """All that the space has; what is likely good and soon placed comes first."""
         found = [
             (number, mesh, min(self.space.pp_place or 0, len(mesh.axes)) if number > 1 else 0)
@@ -275,7 +290,7 @@ class Search:
             for mesh in self.space.meshes.get(self.config.plan_ngpus // number, ())
         ]
         node = self.bench.hardware.tiers[0].sizes[0]
-        return iter(sorted(found, key=lambda item: unlikely(item[1], node) * slower(item[0], self.space.num_microbatches)))
+        return deque(sorted(found, key=lambda item: unlikely(item[1], node) * self._slower(item[0])))
 
     def _opening(self, num_positions: int, mesh: Mesh, pp_place: int) -> Opening | None:
         ranks = position_ranks(mesh, num_positions, pp_place)[0]

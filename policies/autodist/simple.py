@@ -2,7 +2,7 @@
 
 ``tp``, ``data``, ``pp`` and ``hybrid`` split dims by rule and cut stages between operators, where a search has blocks and a
 model of their times and memory. On small models, or where memory binds, one of them may take less than all candidates; so they
-are audited too, as far as their parts do not already take as long as the best plan.
+are audited too, as far as they obey the user's constraints and their parts do not already take as long as the best plan.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from shardwright.compiler.schedule.memory import peak_in_flight
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
 from shardwright.policies.autodist.candidates import AXIS_NAMES, Pace, named, staged
+from shardwright.policies.autodist.placement.constraints import Constraints, constrained
 from shardwright.policies.autodist.space import Space
 from shardwright.policies.autodist.stages.blocks import operator_times
 from shardwright.policies.autodist.stages.walk import Setting, Walk
@@ -70,10 +71,10 @@ def simple_plans(
     below_s: float = float("inf"),
 ) -> Iterator[Simple]:
     """What the simple policies make of so many positions of one mesh: the last axis splits the inner dims of the model and the
-    one before it the batch; of one axis, either. Meshes of more axes are none of theirs. ``below_s``: placements that take
-    longer are of no interest.
+    one before it the batch; of one axis, either. Meshes of more axes are none of theirs. Without what breaks the constraints.
+    ``below_s``: placements that take longer are of no interest.
     """
-    for placement in _placements(graph, mesh):
+    for placement in _placements(graph, mesh, space.constraints(mesh)):
         config = setting.config
         plan = replace(placement, zero=units_of_storage(config), outputs=output_wishes(graph, config))
         plan = replace(plan, recompute=tuple(space.recompute or ()))
@@ -102,8 +103,8 @@ def simple_plans(
             )
 
 
-def _placements(graph: PlannableGraph, mesh: Mesh) -> Iterator[Plan]:
-    """Of the whole model, with axes called after what they split."""
+def _placements(graph: PlannableGraph, mesh: Mesh, constraints: Constraints) -> Iterator[Plan]:
+    """Of the whole model, with axes called after what they split, but for those that have a name."""
     rules: dict[str, Callable[[int], set[int]]] = {
         "batch": lambda size: batch_classes(graph),
         "inner": lambda size: choose_dims(graph, size),
@@ -118,7 +119,9 @@ def _placements(graph: PlannableGraph, mesh: Mesh) -> Iterator[Plan]:
             plan = builder.plan("autodist")
         except PlanError:
             continue  # no batch, or nothing to split into so many
-        yield named(plan, split_dim_names(graph, plan)) if mesh.names[:1] == AXIS_NAMES[:1] else plan
+        obeying = constrained(plan, graph, constraints)
+        if obeying is not None:
+            yield named(obeying, split_dim_names(graph, obeying), kept=set(mesh.names) - set(AXIS_NAMES))
 
 
 def _least_s(walk: Walk, schedule: Schedule, starts: Sequence[str], *, splits_backward: bool) -> float:

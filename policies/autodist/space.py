@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwright.compiler.plan.plan import Plan
+from shardwright.policies.autodist.placement.constraints import Constraints
 from shardwright.policies.autodist.placement.lean import Weight
 from shardwright.runtime.layout import Mesh
 
@@ -59,8 +60,8 @@ class Space:
 
     ``num_positions``: pipeline positions; 1 is no pipeline. ``meshes``: of the ranks of one position, by their number.
     ``mixed``: whether stages may differ in placement and number of ranks, where the schedule has one for each position.
-    ``simple``: whether plans of the simple policies count too. ``pp_place``: before which axis of the mesh the pipeline axis
-    stands; 0 is outermost.
+    ``simple``: whether plans of the simple policies count too, as far as they obey the ``constraints`` on their mesh.
+    ``pp_place``: before which axis of the mesh the pipeline axis stands; 0 is outermost.
     ``recompute``: module paths computed again, whatever the memory; ``None``: layers, as few as memory asks for. ``audits``:
     how many candidates are audited at once; ``near``: only those predicted to take that many times what the best takes, or
     less; ``worth_s``: none that is predicted to take longer.
@@ -79,6 +80,7 @@ class Space:
     near: float = 1.1
     mixed: bool = True
     simple: bool = False
+    constraints: Callable[[Mesh], Constraints] = lambda mesh: Constraints()
     pp_place: int | None = None
 
     def may_have(self, num_stages: int) -> bool:

@@ -6,13 +6,14 @@ A constraint that no operator, dim or tensor answers to is refused, not ignored.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardwright.compiler.ir.dims import ModelDims
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.strategy import allowed, split_factor, strategies
 from shardwright.compiler.plan.check import check_layout, suggestion
+from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.placement.strategies import Allowed
 from shardwright.runtime.errors import PlanError, did_you_mean
 from shardwright.runtime.layout import Layout, Mesh
@@ -54,6 +55,18 @@ def allowed_strategies(graph: IRGraph, constraints: Constraints, mesh: Mesh) -> 
             if only:
                 found[op.name] = only
     return found
+
+
+def constrained(plan: Plan, graph: IRGraph, constraints: Constraints) -> Plan | None:
+    """A plan of the whole model with tensors held as the constraints say; None if an operator does what they do not leave it.
+
+    Raises what :func:`allowed_strategies` raises.
+    """
+    for name, only in (allowed_strategies(graph, constraints, plan.mesh) if constraints else {}).items():
+        if any(plan.strategies.get(name, {}).get(axis, "R") not in left for axis, left in only.items()):
+            return None
+    held = {fqn: layout for fqn in constraints.stored if (layout := constraints.stored_layout(fqn)) is not None}
+    return replace(plan, stored={**plan.stored, **held}) if held else plan
 
 
 def _of_op(op: IROp, dims: ModelDims, constraints: Constraints, mesh: Mesh) -> dict[str, frozenset[str]]:

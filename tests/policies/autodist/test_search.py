@@ -194,6 +194,37 @@ def test_what_is_likely_to_fit_is_tried_where_time_is_short_and_speed_does_not_f
     assert found.best.plan.recompute == asked[-1].recompute and not found.others and not found.best.is_simple
 
 
+class Placings(Clock):
+    """Placing the model on a mesh takes a second, and nothing else takes any time."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.num_placed = 0
+        super().__init__(limit_s)
+
+    @property
+    def seconds(self) -> float:
+        return float(self.num_placed)
+
+
+@pytest.mark.parametrize(("limit_s", "begun"), [(12.0, 2), (4.0, 1), (100.0, 4)])
+def test_a_short_limit_begins_with_a_plan_of_likely_meshes(limit_s: float, begun: int) -> None:
+    """As soon as a fifth of it has gone into meshes; with more time all are placed before one is tried."""
+    clock, asked = Placings(limit_s), []
+
+    def noted(wish: Wish) -> Placed:
+        clock.num_placed += 1
+        asked.append((str(wish.mesh), bool(search.found.audited)))
+        return by_thumb(wish)
+
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=True)
+    space = Space(meshes={n: meshes(n) for n in divisors(4)}, num_microbatches=8, mixed=False)
+    search = Search(graph(), config, load_hardware("a100-80gb", 4), space, noted, clock=clock)
+    found = search.run()
+    assert [mesh for mesh, _ in asked][:begun] == ["x=4", "x=2", "x=2 x y=2", "one rank"][:begun]
+    assert [audited for _, audited in asked] == [False] * begun + [True] * (len(asked) - begun)
+    assert found.best is not None and found.seconds <= limit_s
+
+
 def test_what_there_was_no_time_for_is_said_and_bounds_the_plan() -> None:
     clock = Clock(60.0)
 

@@ -16,6 +16,7 @@ from shardwright.compiler.schedule.generate import SCHEDULES
 from shardwright.policies.autodist.auditing import Auditor
 from shardwright.policies.autodist.candidates import Pace, divisors, meshes, position_ranks
 from shardwright.policies.autodist.found import Found
+from shardwright.policies.autodist.placement.constraints import Constraints
 from shardwright.policies.autodist.policy import certificate
 from shardwright.policies.autodist.search import Search
 from shardwright.policies.autodist.simple import simple_plans
@@ -75,6 +76,31 @@ def test_a_search_of_poor_placements_answers_with_a_simple_plan(tight: bool) -> 
     told = certificate(all_found, found, search.bench.hardware)
     assert told.cost_s == found.step_s >= told.bound_s
     assert "the bound is of other placements: the plan is a simple policy's, which the search has not bettered" in told.proof
+
+
+@pytest.mark.parametrize(
+    ("constraints", "splits"),
+    [
+        (Constraints(), {"dp", "tp"}),
+        (Constraints(forbid={"batch": ("x",)}), {"tp"}),
+        (Constraints(pin={"up": {"x": "batch"}}), {"dp"}),
+        (Constraints(pin={"up": {"x": "R"}}), set()),
+    ],
+)
+def test_plans_that_break_the_constraints_are_no_floor(constraints: Constraints, splits: set[str]) -> None:
+    """By what their axis splits, of one axis."""
+    flat = {"num_positions": 1, "meshes": {4: meshes(4)[:1]}}
+    found = searched(simple=True, **flat, constraints=lambda mesh: constraints)[1]
+    assert {c.plan.mesh.names[0] for c in found.audited if c.is_simple} <= splits
+    assert (found.best is not None and found.best.is_simple) == bool(splits)
+
+
+def test_plans_hold_what_is_stored_as_the_constraints_say() -> None:
+    constraints = Constraints(stored={"up.weight": "[16, 12/x]"})
+    flat = {"num_positions": 1, "meshes": {4: meshes(4)[:1]}}
+    found = searched(simple=True, **flat, constraints=lambda mesh: constraints)[1]
+    held = [c.plan.stored["up.weight"] for c in found.audited if c.is_simple]
+    assert held and all(str(layout) in ("[16, 12/dp]", "[16, 12/tp]") for layout in held)
 
 
 def test_what_the_options_leave_out_is_no_floor() -> None:

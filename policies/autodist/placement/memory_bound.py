@@ -10,7 +10,8 @@ the shares of all that it lets go of. Operators count with their fastest choice,
 
 **How much memory.** What a rank holds when a forward ends: parameters, gradients and optimizer state that are there by then;
 what operators keep of one microbatch, each in the layout it reads; and the variables of ``forward`` itself, which live until it
-returns: results outside of layers, and those of layers that are read outside of them.
+returns: results outside of layers, and those of layers that are read outside of them. In a pipeline these count as far as they
+are kept only: a position may run several stages, each with a ``forward`` that lets go of its own.
 
 So every plan of the space within the limit is a choice of this problem, at no more than its cost; the best multiplier of the
 row bounds them all. Of a pipeline the limit is that of all positions together, each of which has such a moment.
@@ -70,7 +71,9 @@ class _Draft:
         assert self.request.memory_limit_bytes is not None
         self.costs, self.edges = list(problem.node_costs), list(problem.edges)
         self.activations = Activations.of(graph, self.formulation.layouts, self.request.mesh)
-        self.alive = _variables(graph) if not self.request.config.inference_only else frozenset()
+        config = self.request.config
+        is_one = len(self.request.ranks) == config.plan_ngpus and not config.inference_only
+        self.alive = _variables(graph) if is_one else frozenset()
         self.inputs = {value.name for value in graph.sources if value.kind is ValueKind.INPUT}
         self.prices = self._prices() if self.again else {}
         homes = {node: index for index, block in enumerate(problem.blocks) for node in block}

@@ -20,12 +20,19 @@ from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.recompute import mark_recompute
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.autodist.placement.memory_bound import least_step_s
+from shardwright.compiler.schedule.generate import generate
+from shardwright.policies.autodist.auditing import Auditor
+from shardwright.policies.autodist.candidates import Pace, staged
+from shardwright.policies.autodist.placement.formulation import OpNode
+from shardwright.policies.autodist.placement.memory_bound import _Draft, least_step_s
 from shardwright.policies.autodist.placement.place import Placement, place
 from shardwright.policies.autodist.placement.pricing import Pricing
+from shardwright.policies.autodist.placement.problem import formulate
 from shardwright.policies.autodist.placement.request import PlacementRequest
 from shardwright.policies.autodist.stages.chain import layer_blocks, layer_parts
+from shardwright.policies.partition import stage_starts
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.layout import Mesh
 
 
 class Layer(nn.Module):
@@ -118,6 +125,68 @@ def test_the_best_plan_of_every_set_of_parts_is_not_below(mesh: str) -> None:
 
 def _apart(a: str, b: str) -> bool:
     return not f"{a}.".startswith(f"{b}.") and not f"{b}.".startswith(f"{a}.")
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb_h1", 1), ("1f1b_interleaved", 2)])
+def test_no_random_pipeline_that_fits_is_below_the_share_of_a_position(schedule: str, chunks: int) -> None:
+    """Two positions, cut anywhere between layers, for the memory of both together; and at times it binds."""
+    graph = planning.graph_of(Stack(6), {"x": torch.randn(8, 6, 4)})
+    rng, binds, count = random.Random(schedule), 0, chunks  # of microbatches: with few, much depends on what is computed again
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, use_end2end=True, outputs="loss")
+    machine = planning.slow_machine(2)
+    asked = replace(request(graph, Mesh(()), machine, config=config), microbatches=count, in_flight=count)
+    pricing, parts, audited = Pricing(asked), parts_of(graph), Auditor(graph, config, machine, count)
+    free_s = least_step_s(replace(asked, memory_limit_bytes=1e12), pricing)
+    begins = [graph.ops[start].name for start in layer_blocks(graph)[0][1:]]
+    for _ in range(6):
+        plan = replace(Plan(Mesh(())), recompute=rng.choice([drawn(parts, rng), ("layers.*",)]))
+        starts = [begins[index] for index in sorted(rng.sample(range(len(begins)), 2 * chunks - 1))]
+        cost = audited(staged(plan, starts, 2, Pace(schedule, chunks), count))
+        bound_s = least_step_s(replace(asked, memory_limit_bytes=2 * cost.peak_bytes), pricing)
+        assert bound_s / 2 <= cost.step_s * (1 + 1e-12)
+        binds += bound_s > free_s * (1 + 1e-6)
+    assert binds
+
+
+class Passing(nn.Module):
+    """Whose layers keep nothing for the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.layers = nn.ModuleList(Negation() for _ in range(48))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+
+class Negation(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.neg()
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("1f1b_interleaved", 2)])
+def test_each_stage_of_a_position_lets_go_of_its_variables(schedule: str, chunks: int) -> None:
+    graph = planning.graph_of(Passing(), {"x": torch.randn(256, 16)})
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, use_end2end=True, outputs="loss")
+    asked = replace(request(graph, Mesh(()), planning.slow_machine(2), config=config), microbatches=4)
+    starts = stage_starts(graph, generate(schedule, 2, 4, chunks).placement)
+    cost = Auditor(graph, config, asked.hardware, 4)(staged(Plan(Mesh(())), starts, 2, Pace(schedule, chunks), 4))
+    assert least_step_s(replace(asked, memory_limit_bytes=2 * cost.peak_bytes, in_flight=2)) / 2 <= cost.step_s
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_the_shares_of_what_is_let_go_of_add_up_to_no_more_than_a_forward(num_microbatches: int) -> None:
+    asked = replace(wanted("2"), microbatches=num_microbatches, memory_limit_bytes=1e12)
+    formulation = formulate(asked)
+    draft = _Draft(asked, formulation, again=True)
+    draft.problem()
+    nodes = [node for node in formulation.nodes if isinstance(node, OpNode) and node.op.module_path.startswith("layers.")]
+    forward_s = num_microbatches * sum(float(node.menu.forward_s.min()) for node in nodes)
+    assert 0.5 * forward_s < sum(draft.prices.values()) <= forward_s * (1 + 1e-12)
 
 
 def test_what_may_not_be_computed_again_costs_more_or_cannot_be() -> None:

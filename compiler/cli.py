@@ -210,12 +210,16 @@ model itself. The exit code is 1 if any of them differs by more than rounding.""
         _inspect,
         """Show the plan of a compiled module, and where it replicates.
 
+    shardwright inspect .shardwright/_parallel_modules/my_models/Gpt/_
+
 How every tensor lies, what every operator does, where the split fell back to replication and why.""",
     ),
     "accept": (
         _add_directory,
         _accept,
         """Accept edits of generated code.
+
+    shardwright accept .shardwright/_parallel_modules/my_models/Gpt/_
 
 A file that was edited is not loaded, as nobody may have meant it. This makes the files as they are now the ones to load.""",
     ),

@@ -7,7 +7,7 @@ waits for the second part: in the first stage of a pipeline, whose inputs take n
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 
 from shardwright.compiler.cost.body_time import BodyTime
@@ -15,7 +15,11 @@ from shardwright.compiler.cost.device import Device
 from shardwright.compiler.cost.local import LocalCall, local_call
 from shardwright.compiler.cost.operators import OpTime, roofline
 from shardwright.compiler.plan.blocks import reads, writes
-from shardwright.compiler.plan.program import Adapt, Compute, Program
+from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
+from shardwright.runtime.layout import Mesh
+
+PartsOf = Callable[[Compute, OpTime, frozenset[int]], tuple[float, float]]
+"""From an inner operator and its inner operands, by number, to the seconds of their gradients, and of the others'."""
 
 
 def parts_of_backward(
@@ -28,28 +32,41 @@ def parts_of_backward(
     """
     if body.recomputes:
         return body.backward_s + added_s, 0.0
-    inner = set(inputs)
     gathered_s = body.recomputed_s  # weights, for the gradients of what they were multiplied with
-    input_s, weight_s = (gathered_s, added_s) if inner else (0.0, added_s + gathered_s)
-    for instruction, time in body.instructions:
-        if inner.isdisjoint(value.name for value in reads(instruction)):
-            weight_s += time.backward_s
-            continue
-        inner.update(value.name for value in writes(instruction) if value.requires_grad)
-        if isinstance(instruction, Adapt):
-            input_s += time.backward_s
-        else:
-            first_s, second_s = _parts(instruction, time, inner, program, device)
-            input_s += first_s
-            weight_s += second_s
+    input_s, weight_s = (gathered_s, added_s) if inputs else (0.0, added_s + gathered_s)
+
+    def parts(instruction: Compute, time: OpTime, inside: frozenset[int]) -> tuple[float, float]:
+        return parts_of_operator(instruction, time, inside, program.plan.mesh, device)
+
+    for first_s, second_s in parts_of_instructions(body.instructions, inputs, parts):
+        input_s += first_s
+        weight_s += second_s
     return input_s, weight_s
 
 
-def _parts(instruction: Compute, time: OpTime, inner: Collection[str], program: Program, device: Device) -> tuple[float, float]:
-    """Of an inner operator: the gradients of its inner operands, and of the others."""
-    call = local_call(instruction.original, instruction.assignment, program.plan.mesh)
-    inside = {index for index, value in enumerate(instruction.op.operands) if value.name in inner}
-    outside = set(call.differentiated) - inside
+def parts_of_instructions(
+    instructions: Iterable[tuple[Instruction, OpTime]], inputs: Iterable[str], parts: PartsOf
+) -> Iterator[tuple[float, float]]:
+    """The two parts of each instruction's backward."""
+    inner = set(inputs)
+    for instruction, time in instructions:
+        if inner.isdisjoint(value.name for value in reads(instruction)):
+            yield 0.0, time.backward_s
+            continue
+        inner.update(value.name for value in writes(instruction) if value.requires_grad)
+        if isinstance(instruction, Adapt):
+            yield time.backward_s, 0.0
+        else:
+            inside = frozenset(i for i, value in enumerate(instruction.op.operands) if value.name in inner)
+            yield parts(instruction, time, inside)
+
+
+def parts_of_operator(
+    instruction: Compute, time: OpTime, inside: Collection[int], mesh: Mesh, device: Device
+) -> tuple[float, float]:
+    """Of an inner operator: the gradients of its inner operands, which are ``inside``, and of the others."""
+    call = local_call(instruction.original, instruction.assignment, mesh)
+    outside = set(call.differentiated) - set(inside)
     if not outside:
         return time.backward_s, 0.0
     alone_s = roofline(call, device).backward_s

@@ -11,16 +11,16 @@ from fnmatch import fnmatchcase
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.schedule.generate import SCHEDULES, generate
 from shardwright.compiler.schedule.memory import peak_in_flight
-from shardwright.compiler.schedule.simulate import StageTimes, simulate
 from shardwright.policies.autodist.candidates import Pace, position_ranks, staged
 from shardwright.policies.autodist.found import Attempt, Candidate
 from shardwright.policies.autodist.hidden import left_in_bound
 from shardwright.policies.autodist.joining import joined
 from shardwright.policies.autodist.moving import moved
+from shardwright.policies.autodist.predicting import Prediction
 from shardwright.policies.autodist.space import Space
 from shardwright.policies.autodist.stages.blocks import Costs, block_costs, operator_times
 from shardwright.policies.autodist.stages.chain import Part, block_starts, layer_blocks, layer_parts, layer_pattern
-from shardwright.policies.autodist.stages.menu import Block, Menu, Tables
+from shardwright.policies.autodist.stages.menu import Block, Menu
 from shardwright.policies.autodist.stages.messages import Messages, RanksOf
 from shardwright.policies.autodist.stages.split import InFlight, NoFit, NoGain, Split, may_take_less, split_stages
 from shardwright.policies.autodist.stages.walk import Walk
@@ -67,8 +67,9 @@ class Cutter:
                 continue
             bounds.append(split.bound_s)
             if isinstance(split, Split):
-                split = self._moved(attempt, split, costs, messages, memory_bytes)
-                candidate = self._candidate(attempt, split, starts, layers, costs, messages)
+                prediction = Prediction(attempt, costs, starts, messages, self.space.num_microbatches)
+                split = self._moved(split, prediction, memory_bytes)
+                candidate = self._candidate(split, prediction, layers)
                 if best is None or candidate.predicted_s < best.predicted_s:
                     best = candidate
         if not bounds:
@@ -179,31 +180,18 @@ class Cutter:
             limit_bytes=self.space.memory_bytes,
         )
 
-    def _moved(self, attempt: Attempt, split: Split, costs: Sequence[Costs], messages: Messages, memory_bytes: float) -> Split:
+    def _moved(self, split: Split, prediction: Prediction, memory_bytes: float) -> Split:
         """The stages moved where the schedule is another than the one they are cut for, and nobody said where they begin."""
-        pace, count = attempt.pace, self.space.num_microbatches
+        attempt, count = prediction.attempt, self.space.num_microbatches
+        pace = attempt.pace
         if _is_modelled(pace) or self.space.stage_starts is not None:
             return split
         holds = _in_flight(attempt.num_positions, pace, count)
-        tables = [Tables(menu, count, splits_backward=False) for menu in self._menus(attempt, costs)]
-        return moved(
-            split,
-            tables,
-            [holds(place) for place in range(len(split.stages), 0, -1)],
-            count,
-            memory_bytes / pace.chunks,
-            lambda trial: _predicted_s(trial, tables, attempt, messages, count),
-        )
+        counts = [holds(place) for place in range(len(split.stages), 0, -1)]
+        return moved(split, prediction.tables, counts, count, memory_bytes / pace.chunks, prediction.step_s)
 
-    def _candidate(
-        self,
-        attempt: Attempt,
-        split: Split,
-        starts: Sequence[int],
-        layers: Mapping[int, str],
-        costs: Sequence[Costs],
-        messages: Messages,
-    ) -> Candidate:
+    def _candidate(self, split: Split, prediction: Prediction, layers: Mapping[int, str]) -> Candidate:
+        attempt, costs, starts = prediction.attempt, prediction.costs, prediction.starts
         count, pace = self.space.num_microbatches, attempt.pace
         chosen = [costs[stage.menu].ways[block][way] for stage in split.stages for block, way in stage.recomputed]
         recompute = self.space.recompute
@@ -219,11 +207,12 @@ class Cutter:
             placed = placed[:1]
             plan = staged(plan, first_ops, attempt.num_positions, pace, count, attempt.pp_place)
         title += again_in_words([way.parts for way in chosen], layers)
-        tables = [Tables(menu, count, splits_backward=False) for menu in self._menus(attempt, costs)]
-        predicted = _predicted_s(split, tables, attempt, messages, count)
         used = split.used_bytes * pace.chunks
         plan = replace(plan, recompute=tuple(recompute))
-        return Candidate(title, plan, predicted, placed, split.bound_s, used_bytes=used, attempt=attempt)
+        predicted_s = prediction.step_s(split)
+        return Candidate(
+            title, plan, predicted_s, placed, split.bound_s, modelled_s=split.cost_s, used_bytes=used, attempt=attempt
+        )
 
 
 def _as_good_as(menus: Sequence[Menu], num_devices: int) -> Menu:
@@ -260,34 +249,6 @@ def _in_flight(num_positions: int, pace: Pace, num_microbatches: int) -> InFligh
 def _is_modelled(pace: Pace) -> bool:
     """Whether stages are cut for the time of this schedule."""
     return pace.schedule in ("", "1f1b", "gpipe") and pace.chunks == 1
-
-
-def _predicted_s(split: Split, tables: Sequence[Tables], attempt: Attempt, messages: Messages, num_microbatches: int) -> float:
-    """The time of a step: the formula of the split for schedules it is exact for, a simulation for the others.
-
-    ``tables``: by offer.
-    """
-    pace = attempt.pace
-    if _is_modelled(pace):
-        return split.cost_s
-    schedule = generate(pace.schedule, attempt.num_positions, num_microbatches, pace.chunks)
-    forwards, backwards, once = [], [], [0.0] * attempt.num_positions
-    transfers: dict[tuple[int, int], float] = {}
-    device = 0
-    for index, stage in enumerate(split.stages):
-        own, span = tables[stage.menu], (stage.start, stage.stop)
-        again = sum(own.blocks[block].again[way].time_s for block, way in stage.recomputed)
-        forwards.append(float(own.forward_s[span]))
-        backwards.append(float(own.backward_s[span]) + again)
-        once[schedule.placement[index]] += float(own.once_s[span])
-        if index:
-            boundary = messages.boundary(split.stages[index - 1].menu, stage.menu, device)
-            forwards[-2] += float(boundary.sent_s[span])
-            backwards[-1] += float(boundary.taken_s[span])
-            transfers |= {(index - 1, index): float(boundary.there_s[span]), (index, index - 1): float(boundary.back_s[span])}
-        device += stage.num_devices
-    times = [StageTimes(forward, back / 2, back / 2) for forward, back in zip(forwards, backwards, strict=True)]
-    return simulate(schedule, times, transfers).makespan_s + max(once)
 
 
 def _matches(path: str, pattern: str) -> bool:

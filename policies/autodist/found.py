@@ -62,7 +62,8 @@ class Attempt:
 @dataclass(frozen=True)
 class Candidate:
     """A plan and what it costs. ``placed``: of its stages, by position of the first; without a pipeline of the model.
-    ``predicted_s``: by the model of stages; ``cost``: audited. ``used_bytes``: of the fullest rank, by that model.
+    ``predicted_s``: by the model of stages; ``modelled_s``: by the formula that they are cut by; ``cost``: audited.
+    ``used_bytes``: of the fullest rank, by that model.
     ``is_simple``: whether the plan is a simple policy's.
     """
 
@@ -71,6 +72,7 @@ class Candidate:
     predicted_s: float
     placed: tuple[Placed, ...]
     split_bound_s: float = 0.0
+    modelled_s: float = 0.0
     cost: PlanCost | None = None
     used_bytes: float = 0.0
     attempt: Attempt | None = field(default=None, repr=False, compare=False)

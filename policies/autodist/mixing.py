@@ -53,7 +53,7 @@ class Mixing:
         for attempt in attempts if len(offers) > 1 else ():
             if self.bench.is_late():
                 break
-            below = min([attempt.below_s, *(NEAR * candidate.predicted_s for candidate in tried)])
+            below = min([attempt.below_s, *(NEAR * candidate.modelled_s for candidate in tried)])
             candidate = self.bench.tried(replace(attempt, offers=offers, below_s=below), self.space.memory_bytes)
             if candidate is None:
                 continue
@@ -74,7 +74,9 @@ class Mixing:
         most = min(MAX_POSITIONS, self.config.plan_ngpus)
         numbers = range(2, most + 1) if self.space.num_positions is None else (self.space.num_positions,)
         best = self.found.best
-        below = self.space.worth_s if best is None else min(self.space.worth_s, max(best.step_s, best.predicted_s))
+        below = self.space.worth_s
+        if best is not None:
+            below = min(below, max(best.step_s, best.predicted_s, best.modelled_s))
         return [
             Attempt(paced_title(f"{number} stages that may differ", pace), (), number, pace, below_s=below)
             for number in numbers

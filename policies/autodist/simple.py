@@ -21,8 +21,9 @@ from shardwright.compiler.plan.zero import units_of_storage
 from shardwright.compiler.schedule.generate import SCHEDULES, generate
 from shardwright.compiler.schedule.memory import peak_in_flight
 from shardwright.compiler.schedule.schedule import Schedule
+from shardwright.compiler.schedule.sharing import SharedMachines
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
-from shardwright.policies.autodist.candidates import AXIS_NAMES, Pace, named, staged
+from shardwright.policies.autodist.candidates import AXIS_NAMES, Pace, named, position_ranks, staged
 from shardwright.policies.autodist.placement.constraints import Constraints, constrained
 from shardwright.policies.autodist.space import Space
 from shardwright.policies.autodist.stages.blocks import operator_times
@@ -92,8 +93,10 @@ def simple_plans(
                 starts = space.stage_starts or stage_starts(graph, schedule.placement)
             except PlanError:
                 continue  # fewer places to cut than stages
-            least_s = _least_s(walk, schedule, starts, splits_backward=SCHEDULES[pace.schedule].splits_backward)
+            ranks = position_ranks(placement.mesh, num_positions, pp_place)
+            splits = SCHEDULES[pace.schedule].splits_backward and not space.recompute and not walk.regions
             spans = _spans(walk, starts)
+            least_s = _least_s(walk, schedule, spans, ranks, splits=splits)
             yield Simple(
                 staged(plan, starts, num_positions, pace, space.num_microbatches, pp_place),
                 plan,
@@ -124,19 +127,19 @@ def _placements(graph: PlannableGraph, mesh: Mesh, constraints: Constraints) -> 
             yield named(obeying, split_dim_names(graph, obeying), kept=set(mesh.names) - set(AXIS_NAMES))
 
 
-def _least_s(walk: Walk, schedule: Schedule, starts: Sequence[str], *, splits_backward: bool) -> float:
-    """The schedule with the times of its stages; where backwards come in two parts, the work of the position with most."""
+def _least_s(
+    walk: Walk, schedule: Schedule, spans: Sequence[range], ranks: Sequence[tuple[int, ...]], *, splits: bool
+) -> float:
+    """The schedule with the times of its stages. ``ranks``: by position. ``splits``: backwards come in two parts."""
     counted = [0.0 if seconds == 0.0 else 1.0 for seconds in operator_times(walk).values()]
     times = []
-    for own in _spans(walk, starts):
-        forward, backward = (sum(counted[i] * side[i] for i in own) for side in (walk.forward_s, walk.backward_s))
-        times.append(StageTimes(forward, backward / 2, backward / 2))
-    if not splits_backward:
-        return simulate(schedule, times).makespan_s
-    work = [0.0] * schedule.num_ranks
-    for position, time in zip(schedule.placement, times, strict=True):
-        work[position] += schedule.num_microbatches * (time.forward_s + time.input_gradient_s + time.weight_gradient_s)
-    return max(work)
+    for own in spans:
+        forward_s, backward_s = (sum(counted[i] * side[i] for i in own) for side in (walk.forward_s, walk.backward_s))
+        parts = walk.backward_parts(own.start, own.stop) if splits and own.start else (0.0, backward_s)
+        times.append(StageTimes(forward_s, *parts, backward_s))
+    config, sharing = walk.setting.config, walk.setting.hardware.device.sharing
+    machines = SharedMachines.of(sharing, ranks, config.plan_ngpus, config.num_units) if sharing else None
+    return simulate(schedule, times, machines=machines).makespan_s
 
 
 def _spans(walk: Walk, starts: Sequence[str]) -> list[range]:

@@ -28,12 +28,13 @@ class Way:
 @dataclass(frozen=True)
 class Costs:
     """The blocks without anything computed again, and what they have in common; ``ways[block]``: the ways to do so, none better
-    than another in both.
+    than another in both. ``computes_again[block]``: whether some of it is in any case.
     """
 
     blocks: list[Block]
     ways: list[tuple[Way, ...]]
     repeated: tuple[Repeated, ...]
+    computes_again: list[bool]
 
     def menu(self, num_devices: int) -> Menu:
         """The blocks with all their ways."""
@@ -61,16 +62,18 @@ def block_costs(
         found = [walk.again(start, stop) for start, stop in spans]
         return Again(sum(one.time_s for one in found), sum(one.saved_bytes for one in found))
 
-    blocks, ways = [], []
+    blocks, ways, computes_again = [], [], []
     for block, (start, stop) in enumerate(zip(starts, [*starts[1:], len(walk.forward_s)], strict=True)):
         inside = parts.get(block, ())
         wanted = [(part.start, part.stop) for part in _outermost(part for part in inside if only and only(part))]
-        fixed = again([*wanted, *(region for region in walk.regions if start <= region[0] < stop)])
+        wanted += [region for region in walk.regions if start <= region[0] < stop]
+        fixed = again(wanted)
+        computes_again.append(bool(wanted))
         forward_s, backward_s, once_s, held_bytes = own[block]
         kept = walk.kept.first(start, stop) - fixed.saved_bytes
         blocks.append(Block(forward_s, backward_s + fixed.time_s, once_s, held_bytes, kept))
         ways.append(() if only else useful_ways([Way((part,), walk.again(part.start, part.stop)) for part in inside]))
-    return Costs(blocks, ways, repeated)
+    return Costs(blocks, ways, repeated, computes_again)
 
 
 Amounts = tuple[float, float, float, float]

@@ -14,12 +14,13 @@ from __future__ import annotations
 import bisect
 import copy
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardwright.compiler.cost.adapters import step_time
+from shardwright.compiler.cost.operators import OpTime
 from shardwright.compiler.cost.pipeline_time import crossing_s
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.strategy import layouts
@@ -37,10 +38,15 @@ RanksOf = Callable[[int, int], tuple[int, ...]]
 """From the number of a menu and the first device of a stage to the ranks that the stage lies on."""
 
 
+SIDES = (2,)
+"""The shape of seconds in the forward and in the backward."""
+
+
 @dataclass(frozen=True, eq=False)
 class Boundary:
-    """``[start, stop]`` for the stage after it: seconds of messages ``there_s`` and ``back_s``, of adapters ``sent_s`` that the
-    stage before has more, and ``taken_s`` that the stage after has more; or less, where they are below 0.
+    """``[start, stop]`` for the stage after it: seconds of messages ``there_s`` and ``back_s``; ``[start, stop, side]``, in the
+    forward and in the backward: of adapters ``sent_s`` that the stage before has more, and ``taken_s`` that the stage after has
+    more; or less, where they are below 0.
     """
 
     there_s: Array
@@ -77,11 +83,11 @@ class _Flow:
 
 @dataclass(frozen=True)
 class _View:
-    """A flow in one placement: the layout it is ``made`` in, as each reader ``needs`` it, and adapters' seconds by place."""
+    """A flow in one placement: the layout it is ``made`` in, as each reader ``needs`` it, and adapters by place."""
 
     made: Layout
     needs: tuple[Layout, ...]
-    adapters: tuple[tuple[int, float], ...]
+    adapters: tuple[tuple[int, OpTime], ...]
 
 
 class Messages:
@@ -102,6 +108,7 @@ class Messages:
         self._adapters: dict[tuple[int, int | None], Array] = {}
         self._relief: dict[int, Array] = {}
         self._seconds: dict[Hashable, float] = {}
+        self._copies: dict[Hashable, Array] = {}
 
     def where(self, ranks_of: RanksOf) -> Messages:
         """The same for stages that lie on other ranks; what does not depend on these is shared."""
@@ -116,8 +123,8 @@ class Messages:
     def relief_s(self, menu: int) -> Array:
         """What the boundaries before and after a stage can save of its adapters."""
         if menu not in self._relief:
-            taken = [self._taken(before, menu) for before in range(len(self.walks))]
-            sent = np.minimum(self._sent(menu), 0.0).min(axis=1)
+            taken = [self._taken(before, menu).sum(axis=-1) for before in range(len(self.walks))]
+            sent = np.minimum(self._sent(menu).sum(axis=-1), 0.0).min(axis=1)
             self._relief[menu] = np.minimum(np.minimum.reduce(taken), 0.0) + sent[None, :]  # what ends where another begins
         return self._relief[menu]
 
@@ -145,22 +152,22 @@ class Messages:
         way = self._table(functools.partial(self._crossing_s, before, after, here, there, False))
         back = self._table(functools.partial(self._crossing_s, before, after, here, there, True))
         sent, taken = self._sent(before), self._taken(before, after)
-        return Boundary(way, back, sent, taken, way + back + sent + taken)
+        return Boundary(way, back, sent, taken, way + back + (sent + taken).sum(axis=-1))
 
     def _sent(self, before: int) -> Array:
         if (before, None) not in self._adapters:
-            self._adapters[before, None] = self._table(functools.partial(self._sent_s, before))
+            self._adapters[before, None] = self._table(functools.partial(self._sent_s, before), SIDES)
         return self._adapters[before, None]
 
     def _taken(self, before: int, after: int) -> Array:
         if (before, after) not in self._adapters:
-            self._adapters[before, after] = self._table(functools.partial(self._taken_s, before, after))
+            self._adapters[before, after] = self._table(functools.partial(self._taken_s, before, after), SIDES)
         return self._adapters[before, after]
 
-    def _table(self, seconds: Callable[[int, _Reach], float]) -> Array:
-        """``[start, stop]`` of the seconds of every flow that a stage reads so much of, added up."""
+    def _table(self, seconds: Callable[[int, _Reach], float | Array], shape: tuple[int, ...] = ()) -> Array:
+        """``[start, stop]`` of the seconds, ``shape`` of them, of every flow that a stage reads so much of, added up."""
         num_blocks = len(self.starts)
-        table = np.zeros((num_blocks + 1, num_blocks + 1))
+        table = np.zeros((num_blocks + 1, num_blocks + 1, *shape))
         for index, flow in enumerate(self._flows):
             for start, reaches in flow.reaches.items():
                 ends = [reach.block for reach in reaches[1:]] + [num_blocks]
@@ -183,21 +190,21 @@ class Messages:
             self._seconds[key] = crossing_s(Crossing(value, 0, 1, *ends), hardware, reverse=reverse)
         return self._seconds[key]
 
-    def _sent_s(self, before: int, index: int, reach: _Reach) -> float:
+    def _sent_s(self, before: int, index: int, reach: _Reach) -> Array:
         """The copies that the stage before makes for its own readers and to send it, instead of those in the program."""
         view, value = self._views[before][index], self._flows[index].value
         if not self._flows[index].is_sent:
-            return 0.0
+            return np.zeros(SIDES)
         own = view.needs[: reach.first]
         copies = self._tree_s(before, value, view.made, (*own, self._sent_as(before, index)))
-        return copies - sum(seconds for place, seconds in view.adapters if place < reach.begin)
+        return copies - _sides(time for place, time in view.adapters if place < reach.begin)
 
-    def _taken_s(self, before: int, after: int, index: int, reach: _Reach) -> float:
+    def _taken_s(self, before: int, after: int, index: int, reach: _Reach) -> Array:
         """The copies that readers make of what arrives, instead of those in the whole model's program."""
         view, value = self._views[after][index], self._flows[index].value
         received = self._received_as(before, after, index, reach)
         copies = self._tree_s(after, value, received, view.needs[reach.first : reach.last])
-        return copies - sum(seconds for place, seconds in view.adapters if reach.begin <= place < reach.end)
+        return copies - _sides(time for place, time in view.adapters if reach.begin <= place < reach.end)
 
     def _sent_as(self, before: int, index: int) -> Layout:
         return replace(self._views[before][index].made, partial=(), grad_partial=())
@@ -209,18 +216,24 @@ class Messages:
             return self._sent_as(before, index)
         return replace(self._views[after][index].needs[reach.first], partial=(), grad_partial=())
 
-    def _tree_s(self, menu: int, value: IRValue, source: Layout, targets: tuple[Layout, ...]) -> float:
+    def _tree_s(self, menu: int, value: IRValue, source: Layout, targets: tuple[Layout, ...]) -> Array:
         """Of all copies of a value, there and back."""
         key = menu, value.dtype, value.requires_grad, source, targets
-        if key not in self._seconds:
+        if key not in self._copies:
             walk, grad = self.walks[menu], value.requires_grad
             steps = [s for r in routes(source, targets, walk.storage_mesh, differentiable=grad).values() for s in r.steps]
             times = [
                 step_time(s, value.dtype, walk.storage_mesh, walk.storage_ranks, walk.setting.hardware, differentiable=grad)
                 for s in steps
             ]
-            self._seconds[key] = sum(time.total_s for time in times)
-        return self._seconds[key]
+            self._copies[key] = _sides(times)
+        return self._copies[key]
+
+
+def _sides(times: Iterable[OpTime]) -> Array:
+    """Seconds in the forward and in the backward, added up."""
+    listed = [(time.forward_s, time.backward_s) for time in times]
+    return np.array(listed).sum(axis=0) if listed else np.zeros(SIDES)
 
 
 def _flows(walk: Walk, starts: Sequence[int]) -> list[_Flow]:
@@ -262,10 +275,10 @@ def _reaches(start: int, blocks: Sequence[int], starts: Sequence[int], num_place
 def _views(walk: Walk, flows: Sequence[_Flow]) -> list[_View]:
     """The flows as one placement has them."""
     computed = {item.original.name: item for _, item in walk.by_place if isinstance(item, Compute)}
-    adapters: dict[str, list[tuple[int, float]]] = {}
+    adapters: dict[str, list[tuple[int, OpTime]]] = {}
     for (place, item), time in zip(walk.by_place, walk.times, strict=True):
         if isinstance(item, Adapt):
-            adapters.setdefault(item.of.name, []).append((place, time.total_s))
+            adapters.setdefault(item.of.name, []).append((place, time))
     found = []
     for flow in flows:
         needs = []

@@ -16,10 +16,11 @@ from shardwright.compiler.cost.local import local_bytes, local_shape
 from shardwright.compiler.cost.operators import OperatorTimes, OpTime, op_time
 from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory, gradient_bytes, num_shards, state_bytes
 from shardwright.compiler.cost.reduction import parameter_s
+from shardwright.compiler.cost.split_time import parts_of_instructions, parts_of_operator
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.passes.stages import from_nothing
-from shardwright.compiler.plan.blocks import in_front, reads
-from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
+from shardwright.compiler.plan.blocks import in_front, reads, writes
+from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Instruction, Program
 from shardwright.policies.autodist.stages.frontier import Again
 from shardwright.policies.autodist.stages.kept import Kept
 from shardwright.runtime.config import ComputeConfig
@@ -44,7 +45,7 @@ class Setting:
 class Held:
     """A parameter or buffer, read at ``places``: bytes with gradient and optimizer state; seconds of adding to its gradient by
     microbatch, and of its reduction and update once per step. Every stage that reads it has its own.
-    ``gradient_bytes``: how many of the bytes are the gradient's.
+    ``gradient_bytes``: how many of the bytes are the gradient's. ``declaration``: of one that is trained.
     """
 
     places: tuple[int, ...]
@@ -52,6 +53,7 @@ class Held:
     added_s: float = 0.0
     once_s: float = 0.0
     gradient_bytes: float = 0.0
+    declaration: Declaration | None = None
 
 
 class Walk:
@@ -62,6 +64,8 @@ class Walk:
         self.mesh: Mesh = program.plan.mesh
         self.storage_mesh: Mesh = program.plan.storage_mesh
         units = range(max(1, program.plan.zero))
+        self._parts: dict[int, list[tuple[float, float]]] = {}  # by start, what backward_parts says of further places
+        self._operators: dict[tuple[str, frozenset[int]], tuple[float, float]] = {}
         self.storage_ranks = tuple(unit * setting.config.plan_ngpus + rank for unit in units for rank in setting.ranks)
 
     @cached_property
@@ -124,6 +128,37 @@ class Walk:
         names = {adapter.result.name for adapter in front if isinstance(adapter, Adapt)}
         seconds = sum(t.forward_s for item, t in inside if not (isinstance(item, Adapt) and item.result.name in names))
         return Again(seconds, float(self.kept.saved(start, stop, names)))
+
+    def backward_parts(self, start: int, stop: int) -> tuple[float, float]:
+        """The backward of a stage of these places, which gets values from others, in two parts: gradients of what it gets, and
+        of weights.
+        """
+        if start not in self._parts:
+            self._parts[start] = self._parts_from(start)
+        return self._parts[start][stop - start]
+
+    def _parts_from(self, start: int) -> list[tuple[float, float]]:
+        """By number of places."""
+        before = [item for item in self.program.body[: self._first[start]] if not _is_of_weight(item)]
+        inputs = {value.name for item in before for value in writes(item) if value.requires_grad}
+        timed = self._timed[self._first[start] :]
+        parts = parts_of_instructions([(item, time) for _, item, time in timed], inputs, self._parts_of)
+        found = [(0.0, 0.0)] * (len(self.program.graph.ops) - start + 1)
+        for (place, item, time), (first_s, second_s) in zip(timed, parts, strict=True):
+            if isinstance(item, Adapt) and item.gathers_weight and item.of.requires_grad:
+                # gathered again for the gradient of what it is multiplied with
+                first_s, second_s = first_s + time.forward_s, second_s - time.forward_s
+            one = found[place - start + 1]
+            found[place - start + 1] = one[0] + first_s, one[1] + second_s
+        for index in range(1, len(found)):
+            found[index] = found[index - 1][0] + found[index][0], found[index - 1][1] + found[index][1]
+        return found
+
+    def _parts_of(self, item: Compute, time: OpTime, inside: frozenset[int]) -> tuple[float, float]:
+        key = item.original.name, inside
+        if key not in self._operators:
+            self._operators[key] = parts_of_operator(item, time, inside, self.mesh, self.setting.hardware.device)
+        return self._operators[key]
 
     @cached_property
     def regions(self) -> tuple[tuple[int, int], ...]:
@@ -210,7 +245,7 @@ class Walk:
                 declaration, self.storage_mesh, config, setting.hardware, setting.optimizer, setting.ranks,
                 setting.num_microbatches,
             )  # fmt: skip
-            yield Held(places, held, each_s, once_s, gradient)
+            yield Held(places, held, each_s, once_s, gradient, declaration)
 
     def _uses(self) -> dict[str, tuple[int, ...]]:
         """Parameter or buffer to the places of its readers, ascending; of readers that every stage makes for itself, to the
@@ -238,3 +273,8 @@ class Walk:
             for value in op.operands:
                 needed.setdefault(value.name, set()).update(places)
         return found
+
+
+def _is_of_weight(instruction: Instruction) -> bool:
+    """Whether it makes a copy of a parameter or buffer."""
+    return isinstance(instruction, Adapt) and instruction.of.kind in (ValueKind.PARAMETER, ValueKind.BUFFER)

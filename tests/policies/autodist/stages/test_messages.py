@@ -117,7 +117,7 @@ def check(
         within = 1e-12 if not index or not program.owned else 1e-4
         actual = body.forward_s + body.backward_s + addition_s(program.programs[index], 4, hardware)
         predicted = float(tables.work_s[start, stop])
-        predicted += float(boundary.taken_s[cut, stop]) if index else float(boundary.sent_s[cut, len(starts)])
+        predicted += float((boundary.taken_s[cut, stop] if index else boundary.sent_s[cut, len(starts)]).sum())
         assert predicted == pytest.approx(actual, rel=within)
         if not index or not program.owned:
             assert tables.held_bytes[start, stop] == pytest.approx(sum(held.held_bytes for held in own.parameters), rel=1e-12)

@@ -19,7 +19,7 @@ from shardwright.compiler.passes.lower_stages import lower_stages, verify_pipeli
 from shardwright.compiler.passes.print_program import print_program
 from shardwright.compiler.passes.recompute import mark_recompute
 from shardwright.compiler.passes.rules import attach_rules
-from shardwright.compiler.passes.schedule import inference_like, schedule_of
+from shardwright.compiler.passes.schedule import schedule_of
 from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.passes.verify_program import verify_program
 from shardwright.compiler.plan.builder import PlannableGraph
@@ -30,6 +30,7 @@ from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Declaration, Program
 from shardwright.compiler.plan.zero import settled_config, units_of_storage
+from shardwright.compiler.schedule.planned import inference_like
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import ZERO

@@ -21,7 +21,7 @@ from shardwright.compiler.cost.split_memory import SplitMemory
 from shardwright.compiler.cost.under_way import Value, bytes_under_way
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.plan.pipeline import PipelineProgram
-from shardwright.compiler.schedule.planned import planned_schedule
+from shardwright.compiler.schedule.planned import schedule_of_step
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Layout
 from shardwright.runtime.schedule import ActionKind, ScheduleAction
@@ -34,7 +34,7 @@ def pipeline_memory(
     program: PipelineProgram, config: ComputeConfig, optimizer: OptimizerMemory = ADAM
 ) -> tuple[RankMemory, ...]:
     """The memory of every unit rank in one step; ranks of a stage are taken to be alike."""
-    schedule = planned_schedule(program.plan)
+    schedule = schedule_of_step(program.plan, trains=not config.inference_only)
     actions = schedule.actions
     positions: dict[tuple[int, ...], int] = {}
     for stage in program.plan.stages:

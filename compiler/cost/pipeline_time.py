@@ -18,7 +18,7 @@ from shardwright.compiler.cost.split_time import parts_of_backward
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.plan.pipeline import Crossing, PipelineProgram
 from shardwright.compiler.plan.program import Program
-from shardwright.compiler.schedule.planned import dataflow_of, planned_schedule
+from shardwright.compiler.schedule.planned import dataflow_of, schedule_of_step
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.sharing import SharedMachines
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
@@ -41,7 +41,7 @@ def pipeline_cost(
     of a stage begins with the end of that stage's last backward.
     """
     plan = program.plan
-    schedule = planned_schedule(plan)
+    schedule = schedule_of_step(plan, trains=not config.inference_only)
     bodies = [
         body_time(stage_program, hardware, stage.ranks, times, trains=schedule.trains, unit_size=config.plan_ngpus)
         for stage_program, stage in zip(program.programs, plan.stages, strict=True)

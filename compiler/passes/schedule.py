@@ -6,7 +6,6 @@ from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.schedule.planned import dataflow_of, planned_schedule
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.validate import validate
-from shardwright.runtime.schedule import ActionKind, ScheduleAction
 
 
 def schedule_of(program: PipelineProgram) -> Schedule:
@@ -18,16 +17,3 @@ def schedule_of(program: PipelineProgram) -> Schedule:
     for body in program.bodies:
         validate(schedule, dataflow_of(body, schedule.num_stages))
     return schedule
-
-
-def inference_like(schedule: Schedule) -> Schedule:
-    """All microbatches forward through a rank's first stage, then through its next one, on the placement of ``schedule``."""
-    actions = tuple(
-        tuple(
-            ScheduleAction(ActionKind.FORWARD, stage, microbatch)
-            for stage in schedule.stages_of(rank)
-            for microbatch in range(schedule.num_microbatches)
-        )
-        for rank in range(schedule.num_ranks)
-    )
-    return Schedule(schedule.num_microbatches, schedule.placement, actions, "inference")

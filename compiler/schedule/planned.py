@@ -8,7 +8,7 @@ from shardwright.compiler.schedule.dataflow import Dataflow
 from shardwright.compiler.schedule.generate import generate
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.runtime.errors import PlanError
-from shardwright.runtime.schedule import parse_actions
+from shardwright.runtime.schedule import ActionKind, ScheduleAction, parse_actions
 
 
 def planned_schedule(plan: Plan) -> Schedule:
@@ -17,6 +17,25 @@ def planned_schedule(plan: Plan) -> Schedule:
         return by_hand(plan.actions)
     num_positions = len({stage.ranks for stage in plan.stages})
     return generate(plan.schedule, num_positions, plan.num_microbatches, len(plan.stages) // num_positions)
+
+
+def schedule_of_step(plan: Plan, *, trains: bool) -> Schedule:
+    """What a step runs: what the plan says, or where nothing is trained the forwards of its stages."""
+    schedule = planned_schedule(plan)
+    return schedule if trains else inference_like(schedule)
+
+
+def inference_like(schedule: Schedule) -> Schedule:
+    """All microbatches forward through a rank's first stage, then through its next one, on the placement of ``schedule``."""
+    actions = tuple(
+        tuple(
+            ScheduleAction(ActionKind.FORWARD, stage, microbatch)
+            for stage in schedule.stages_of(rank)
+            for microbatch in range(schedule.num_microbatches)
+        )
+        for rank in range(schedule.num_ranks)
+    )
+    return Schedule(schedule.num_microbatches, schedule.placement, actions, "inference")
 
 
 def by_hand(actions: tuple[str, ...]) -> Schedule:

@@ -185,10 +185,23 @@ def check_options(config: ComputeConfig, options: AutodistOptions) -> None:
         raise ConfigError(f"there is no schedule {options.schedule!r} to train with", hint=f"one of {', '.join(trained)}")
 
 
-def check_schedule(options: AutodistOptions) -> None:
-    """Raise :class:`PlanError` if the schedule cannot have the positions, microbatches and chunks that are given with it."""
-    method = SCHEDULES.get(options.schedule or "")
+def check_pipeline(config: ComputeConfig, options: AutodistOptions) -> None:
+    """Refuse pipelines where nothing is trained.
+
+    Raises:
+        ConfigError: a pipeline is asked for with ``inference_only``.
+        PlanError: the schedule cannot have the positions, microbatches and chunks that are given with it.
+    """
     num_stages = options.num_stages or 1
+    asked = [name for name in ("num_microbatches", "schedule", "chunks", "stage_starts") if getattr(options, name) is not None]
+    asked += ["num_stages"] if num_stages > 1 else []
+    if config.inference_only and asked:
+        raise ConfigError(
+            f"policy 'autodist' has {' and '.join(asked)}, and the config inference_only",
+            why="it searches pipelines for training only",
+            hint="leave them out; policies 'pp' and 'hybrid' make pipelines for infer_step",
+        )
+    method = SCHEDULES.get(options.schedule or "")
     if method is not None and num_stages > 1 and options.num_microbatches is not None:
         method.check(num_stages, options.num_microbatches, options.chunks or method.min_chunks)
 

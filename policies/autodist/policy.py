@@ -19,7 +19,7 @@ from shardwright.policies.autodist.candidates import divisors, meshes, stage_siz
 from shardwright.policies.autodist.clock import Clock
 from shardwright.policies.autodist.degrees import meshes_with
 from shardwright.policies.autodist.found import Candidate, Found
-from shardwright.policies.autodist.options import AutodistOptions, check_options, check_schedule
+from shardwright.policies.autodist.options import AutodistOptions, check_options, check_pipeline
 from shardwright.policies.autodist.placement.constraints import Constraints, allowed_strategies
 from shardwright.policies.autodist.placer import Placer, Pricings, constraints_on
 from shardwright.policies.autodist.search import Search
@@ -105,8 +105,8 @@ def search_variants(variants: Variants, options: AutodistOptions, hardware: Hard
         ConfigError: options that contradict each other or the config; a file of times that is none.
         PlanError: constraints or stages that the model does not have.
     """
-    check_schedule(options)
     for variant in variants.listed:
+        check_pipeline(variant.config, options)
         _check_names(variant.graph, options)
     times = load_times(options.hardware)
     pricings: Pricings = {}
@@ -214,7 +214,7 @@ def _num_positions(config: ComputeConfig, options: AutodistOptions) -> int | Non
         return options.num_stages
     if options.mesh is not None:
         return config.plan_ngpus // Mesh.of(options.mesh).size
-    return None if options.num_microbatches is not None else 1
+    return None if options.num_microbatches is not None and not config.inference_only else 1
 
 
 def _meshes(config: ComputeConfig, options: AutodistOptions) -> Mapping[int, list[Mesh]]:

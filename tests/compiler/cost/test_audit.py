@@ -53,6 +53,19 @@ def cost_of(policy: str, plan: int, runtime: int | None = None, hardware: Hardwa
     return audit(found.program, config, hardware)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_pipeline_for_inference_runs_forwards_only(schedule: str) -> None:
+    """Whatever schedule the plan has for training: no backward, no gradients, no optimizer."""
+    options = {"num_microbatches": 3, "schedule": schedule}
+    trained = cost_of("pp", 2, pas_config=options)
+    cost = cost_of("pp", 2, pas_config=options, inference_only=True)
+    assert {a.name for a in cost.timeline if a.end_s > a.start_s} == {f"{stage}F{i}" for stage in range(2) for i in range(3)}
+    assert cost.step_s < trained.step_s / 2 and cost.peak_bytes < trained.peak_bytes
+    forwards = [a for a in cost.timeline if a.rank == 0 and a.name.startswith("0F")]
+    assert sum(a.end_s - a.start_s for a in forwards) == pytest.approx(cost.ranks[0].compute_s, rel=1e-12)
+    assert not any(memory.by_category.get(kind) for memory in cost.memory for kind in ("gradient", "optimizer"))
+
+
 @pytest.mark.parametrize(("policy", "plan", "runtime"), [("dp", 1, 1), ("tp", 2, 2), ("data", 2, 4), ("tp", 2, 4)])
 def test_without_stages_the_time_is_a_sum(policy: str, plan: int, runtime: int) -> None:
     found, config = compiled(policy, plan, runtime)

@@ -177,6 +177,22 @@ def refusal(error: type[Exception], **options: Any) -> str:
     return str(caught.value)
 
 
+def test_pipelines_are_searched_for_training_only() -> None:
+    config = ComputeConfig(
+        plan_ngpus=2, runtime_ngpus=2, use_end2end=True, inference_only=True, pas_config={"pipeline_nmicros": 2, "pp_size": 2}
+    )
+    with pytest.raises(ConfigError) as caught:
+        find_policy("autodist").apply(plans.zoo_graph("mlp"), config)
+    assert str(caught.value) == (
+        "policy 'autodist' has num_microbatches and num_stages, and the config inference_only\n"
+        "  why:   it searches pipelines for training only\n"
+        "  try:   leave them out; policies 'pp' and 'hybrid' make pipelines for infer_step"
+    )
+    alone = replace(config, pas_config={"global_batch": 8, "batch_dims": {"x": 0, "target": 0}})
+    plan = find_policy("autodist").apply(plans.zoo_graph("mlp"), alone)
+    assert isinstance(plan, Plan) and not plan.stages and plan.certificate is not None
+
+
 def test_refusals() -> None:
     assert refusal(ConfigError, forbid={"ffn": ["tp"]}) == (
         "policy 'autodist' has forbid but no mesh\n"

@@ -44,9 +44,9 @@ def main() -> None:
         reuse="override",
     )
     seconds = time.perf_counter() - start
-    peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+    peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # Linux counts in KiB
     print(
-        f"compiled {arguments.layers} layers for {arguments.plan_ngpus} ranks in {seconds:.1f} s, peak memory {peak_gb:.2f} GiB"
+        f"compiled {arguments.layers} layers for {arguments.plan_ngpus} ranks in {seconds:.1f} s, peak memory {peak_gb:.2f} GB"
     )
     files = sorted(Path(arguments.savedir).rglob("LlamaForCausalLM/*/gencode*.py"))
     print(f"{len(files)} source files, the first is {files[0]}")

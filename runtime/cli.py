@@ -58,9 +58,18 @@ def _merge(options: argparse.Namespace) -> int:
     index = Index.read(out / INDEX_FILE)
     num_bytes = sum(record.num_bytes for record in index.files.values())
     step = "" if index.step is None else f" of step {index.step}"
-    print(f"merged {folder}{step}: {len(index.tensors)} tensors, {num_bytes / 1e6:.1f} MB in {len(index.files)} files")
+    files = f"{len(index.files)} file{'s' if len(index.files) > 1 else ''}"
+    print(f"merged {folder}{step}: {len(index.tensors)} tensors, {_in_words(num_bytes)} in {files}")
     print(f"files: {out}")
     return 0
+
+
+def _in_words(num_bytes: int) -> str:
+    """``4.2 MB``."""
+    for name, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {name}"
+    return f"{num_bytes} B"
 
 
 def _num_bytes(text: str) -> int:

@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from shardwright.compiler.calibrate.calibrate import calibrate
 from shardwright.compiler.cost.efficiency import EfficiencyTable
 from shardwright.compiler.cost.hardware import Hardware
+from shardwright.compiler.plan.amounts import amount
+from shardwright.compiler.report.plan_tables import new_table
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.swap import write_file
 
@@ -62,29 +63,35 @@ def run(options: argparse.Namespace) -> int:
 def show(console: Console, hardware: Hardware) -> None:
     """Two small tables: the device and the links, each number with the error of its fit."""
     device, errors = hardware.device, hardware.residuals
-    console.print(f"{device.name}: {hardware.sources['device']}, {hardware.measurements['seconds']:.0f} s")
-    table = Table("device", "reached", "products from .. to", "error")
+    took = f"{hardware.measurements['seconds']:.0f} s"
+    console.print(f"{device.name}: {hardware.sources['device']}, {took}", soft_wrap=True)
+    table = new_table("Device", "", "reached", "products from .. to", "error")
     efficiency = device.matmul_efficiency
     for dtype, flops_per_s in device.flops_per_s.items():
         measured = efficiency[dtype] if isinstance(efficiency, dict) else None
         grid = f"{measured.m[0]} .. {measured.m[-1]}" if isinstance(measured, EfficiencyTable) else ""
         table.add_row(f"products, {dtype}", f"{flops_per_s / 1e9:.4g} Gflop/s", grid, _percent(errors[f"products.{dtype}"]))
-    table.add_row("memory", f"{device.bytes_per_s / 1e9:.4g} GB/s", "", _percent(errors["streams"]))
-    table.add_row("least time of an operator", f"{device.launch_s * 1e6:.3g} µs", "", _percent(errors["launches"]))
+    table.add_row("memory", _rate(device.bytes_per_s), "", _percent(errors["streams"]))
+    table.add_row("least time of an operator", amount(device.launch_s, "s"), "", _percent(errors["launches"]))
     console.print(table)
     if device.sharing is not None:
         ranks, cores = device.sharing.num_ranks, device.sharing.num_cores
         console.print(
             f"{ranks} ranks share {cores} core{'s' if cores > 1 else ''}: these are the rates of one while all compute, for"
-            f" jobs of {ranks} ranks on a machine. In a pipeline ranks that wait leave their cores to the others."
+            f" jobs of {ranks} ranks on a machine. In a pipeline ranks that wait leave their cores to the others.",
+            soft_wrap=True,
         )
-    links = Table("link", "collective", "latency", "bandwidth", "error")
+    links = new_table("Links", "link", "collective", "latency", "bandwidth", "error")
     for tier in hardware.tiers:
         for kind, link in tier.kinds.items():
-            rate = f"{link.bytes_per_s / 1e9:.4g} GB/s"
-            links.add_row(tier.name, kind, f"{link.latency_s * 1e6:.3g} µs", rate, _percent(errors[f"{tier.name}.{kind}"]))
+            numbers = amount(link.latency_s, "s"), _rate(link.bytes_per_s), _percent(errors[f"{tier.name}.{kind}"])
+            links.add_row(tier.name, kind, *numbers)
     if links.row_count:
         console.print(links)
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{amount(bytes_per_s, 'B', digits=4)}/s"
 
 
 def _percent(error: float) -> str:

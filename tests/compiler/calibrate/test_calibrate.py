@@ -28,6 +28,7 @@ from shardwright.compiler.calibrate.timing import seconds_per_call
 from shardwright.compiler.cli import main
 from shardwright.compiler.cost.collectives import collective_s
 from shardwright.compiler.cost.hardware import COLLECTIVES, Hardware, load_hardware
+from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.schedule.sharing import Sharing
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import World, current_world
@@ -110,7 +111,11 @@ def test_ranks_that_share_cores_are_slower_while_all_compute(capsys: pytest.Capt
     assert theirs.fetch_s(1e6) == pytest.approx(3 * mine.fetch_s(1e6))
     assert theirs.attention_efficiency == mine.attention_efficiency
     command.show(Console(width=200), shared)
-    assert "6 ranks share 2 cores: these are the rates of one while all compute, for jobs of 6 ranks" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "6 ranks share 2 cores: these are the rates of one while all compute, for jobs of 6 ranks" in shown
+    rows = {tuple(line.split("  ")[0].split()): line for line in shown.splitlines()}
+    assert f" {amount(theirs.launch_s, 's')} " in rows["least", "time", "of", "an", "operator"]
+    assert f" {amount(theirs.bytes_per_s, 'B', digits=4)}/s " in rows[("memory",)]
 
 
 def test_a_cpu_waits_for_its_host() -> None:

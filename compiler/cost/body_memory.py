@@ -59,10 +59,13 @@ class Node:
 
 @dataclass(slots=True)
 class _Region:
-    """A part that is recomputed. ``arguments``: storages held until its backward is done."""
+    """A part that is recomputed. ``arguments``: storages held until its backward is done. ``over``: by position, the gathered
+    weights that it needs no longer.
+    """
 
     instructions: tuple[Instruction, ...]
     arguments: list[int]
+    over: Mapping[int, Sequence[IRValue]]
     nodes: list[Node] = field(default_factory=list)
     recomputed: bool = False
 
@@ -114,12 +117,12 @@ class BodyMemory:
             if not isinstance(item, Run):
                 bound += self._bind([item], over={0: over.get(position, [])})
                 continue
-            region = None
+            region, inside_over = None, gathered_until(item.instructions, item.outputs)
             if item.recompute and self.trains:
                 arguments = [self.ledger.hold(self.values[value.name].storage) for value in item.inputs]
                 region = len(self.regions)
-                self.regions.append(_Region(item.instructions, arguments))
-            inside = self._bind(item.instructions, region, gathered_until(item.instructions, item.outputs))
+                self.regions.append(_Region(item.instructions, arguments, inside_over))
+            inside = self._bind(item.instructions, region, inside_over)
             bound += [self.ledger.hold(self.values[value.name].storage) for value in item.outputs]
             self.release(inside)
             self._drop(over.get(position, []))
@@ -155,15 +158,17 @@ class BodyMemory:
         """Bytes of the weight of this number, if there is one: it is on its way."""
         return self.on_their_way[number] if 0 <= number < len(self.on_their_way) else 0
 
-    def _run(self, instruction: Instruction, bound: list[int], *, keeps: bool) -> Node | None:
-        """Run one instruction: bind its results, and with ``keeps`` hold what autograd saves."""
+    def _run(self, instruction: Instruction, bound: list[int], *, keeps: bool, again: bool = False) -> Node | None:
+        """Run one instruction: bind its results, and with ``keeps`` hold what autograd saves. ``again``: in a backward, where
+        gathered weights are saved like anything else.
+        """
         operands = [self.values[value.name] for value in reads(instruction)]
         found = self.footprints.forward(instruction, [local.form for local in operands], trains=self.trains)
         if not found.exact:
             self.inexact.add(_name(instruction))
         weight = isinstance(instruction, Adapt) and instruction.gathers_weight
-        self.num_gathered += weight
-        self.ledger.use(found.peak + self._ahead(self.num_gathered), _name(instruction))
+        self.num_gathered += -1 if weight and again else weight
+        self.ledger.use(found.peak + (0 if again else self._ahead(self.num_gathered)), _name(instruction))
         numbers = [local.storage for local in operands] + [self.ledger.new(size, ACTIVATION) for size in found.made]
         for value, form, number in zip(writes(instruction), found.results, found.storages, strict=True):
             self.values[value.name] = _Local(form, numbers[number])
@@ -174,11 +179,11 @@ class BodyMemory:
                 bound.append(storage)
         node = None
         if self.trains and any(form.requires_grad for form in found.results):
-            whole = set(self.gathered.values())
-            again = {numbers[number] for number in found.saved} & whole
+            whole = set() if again else set(self.gathered.values())
+            gathered = {numbers[number] for number in found.saved} & whole
             saved = [self.ledger.hold(numbers[n]) for n in found.saved if numbers[n] not in whole] if keeps else []
             names = [value.name for value in reads(instruction)], [value.name for value in writes(instruction)]
-            node = Node(instruction, operands, *names, saved, gathered=sum(map(self.ledger.size, again)))
+            node = Node(instruction, operands, *names, saved, gathered=sum(map(self.ledger.size, gathered)))
         for number in numbers[len(operands) :]:
             self.ledger.drop_unheld(number)
         self.ledger.use(0, _name(instruction))
@@ -310,12 +315,15 @@ class BodyMemory:
         forwards = self._forwards(region)
         last = max((i for i, found in enumerate(forwards) if found.saved), default=-1)
         bound: list[int] = []
-        for instruction in region.instructions[: last + 1]:
-            node = self._run(instruction, bound, keeps=True)
+        for position, instruction in enumerate(region.instructions[: last + 1]):
+            node = self._run(instruction, bound, keeps=True, again=True)
             if node is not None:
-                by_instruction[id(instruction)].saved = node.saved
-                by_instruction[id(instruction)].operands = node.operands
+                known = by_instruction[id(instruction)]
+                known.saved, known.operands, known.gathered = node.saved, node.operands, 0
+            self._drop(region.over.get(position, ()))
         self.release(bound)
+        for name in list(self.gathered):
+            self.ledger.release(self.gathered.pop(name))
 
     def _forwards(self, region: _Region) -> list[Forward]:
         return [

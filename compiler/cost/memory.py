@@ -3,7 +3,7 @@
 A step is one of many: gradients have been cleared, optimizer state and the buffers of gradient buckets exist. Then come forward
 and backward (:mod:`~shardwright.compiler.cost.body_memory`), or the actions of a pipeline's schedule
 (:mod:`~shardwright.compiler.cost.pipeline_memory`), and the optimizer. The rank is the one at index 0 of every axis of its
-mesh, which has the largest pieces.
+mesh, which has the largest pieces; where one rank keeps a value and others make zeros, these count.
 
 Not in the numbers: buffers that kernels use inside, what an allocator keeps, and the temporary lists of fused optimizers.
 """

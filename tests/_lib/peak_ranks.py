@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import zoo
+from plans import random_plan
 from torch import nn
 
 from shardwright.compiler.api import parallelize
@@ -21,6 +23,7 @@ from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.trace.api import trace
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.layout import Mesh
 from shardwright.runtime.training.optimizer import build_optimizer
 
 SIZES = {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 256, "n_positions": 32, "use_cache": False}
@@ -29,7 +32,9 @@ SAMPLES = 16
 
 @dataclass(frozen=True)
 class PeakCase:
-    """A plan. ``unit``: ranks of a unit, 0 for all. ``fields``: of the config; ``options``: of the policy."""
+    """A plan. ``unit``: ranks of a unit, 0 for all. ``fields``: of the config; ``options``: of the policy. Policy ``random``
+    draws a plan by its ``seed``.
+    """
 
     policy: str
     unit: int = 0
@@ -38,9 +43,11 @@ class PeakCase:
     options: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     recompute: tuple[str, ...] = ()
+    seed: int = 0
 
     def __str__(self) -> str:
         words = [self.policy, *(f"{k}={v}" for k, v in (self.fields | self.options).items())]
+        words += [f"seed={self.seed}"] if self.policy == "random" else []
         words += ["bfloat16"] if self.dtype == torch.bfloat16 else []
         return " ".join([*words, *(["recompute"] if self.recompute else []), f"x{self.num_microbatches}"])
 
@@ -52,6 +59,9 @@ class PeakCase:
         )
 
     def plan(self, graph: Any, config: Any) -> Any:
+        if self.policy == "random":
+            mesh = Mesh(tuple((axis, 2) for axis in "abc"[: config.plan_ngpus.bit_length() - 1]))
+            return replace(random_plan(graph, mesh, random.Random(self.seed)), recompute=self.recompute)
         found = find_policy(self.policy).apply(graph, config)
         return replace(getattr(found, "plan", found), recompute=self.recompute)
 

@@ -38,6 +38,16 @@ def gradient(*shape: int) -> TensorForm:
     return TensorForm.of(torch.empty(shape))
 
 
+def test_the_ranks_that_keep_nothing_of_a_value_make_zeros() -> None:
+    kept, operands = adapt("[8, 4]", "[8, 4] P(tp)")
+    assert kept.step.kind == "keep_one"
+    forward = TP.forward(kept, operands)
+    assert (forward.storages, forward.made) == ((1,), (8 * 4 * 4,))
+    one, operands = adapt("[8, 4] G(tp)", "[8, 4]")
+    assert one.step.kind == "grad_keep_one" and TP.forward(one, operands).made == ()
+    assert TP.backward(one, operands, [gradient(8, 4)]).made == (8 * 4 * 4,)
+
+
 def test_a_product_keeps_its_factors() -> None:
     linear, operands = compute(F.linear, randn(4, 8), randn(6, 8), randn(6))
     forward = ALONE.forward(linear, operands)

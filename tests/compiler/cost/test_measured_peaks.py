@@ -31,7 +31,9 @@ ZERO = [
     PeakCase("dp", 1, 2, fields={"use_zero": 2, "reducer_bucket_cap_mb": 0.2}),
     PeakCase("dp", 1, 2, fields={"use_zero": 2, "reducer_bucket_cap_mb": 0.2, "use_async_reducer": True}),
     PeakCase("dp", 1, fields={"use_zero": 3}),
+    PeakCase("dp", 1, fields={"use_zero": 3}, recompute=BLOCKS),
 ]
+RANDOM = [PeakCase("random", seed=1), PeakCase("random", seed=3, recompute=BLOCKS)]
 TABLES = [
     PeakCase("dp", 1, 8, dtype=BF16),
     PeakCase("dp", 1, 8, fields={"use_zero": 0} | table(), dtype=BF16),
@@ -71,8 +73,8 @@ FOUR = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "cases"),
-    [(2, PLAIN), (2, ZERO), (2, TABLES), (2, PIPELINES), (4, FOUR)],
-    ids=["plain", "zero", "tables", "pipelines", "four ranks"],
+    [(2, PLAIN), (2, ZERO), (2, RANDOM), (2, TABLES), (2, PIPELINES), (4, FOUR)],
+    ids=["plain", "zero", "random", "tables", "pipelines", "four ranks"],
 )
 def test_peaks_are_those_measured(tmp_path: Path, num_ranks: int, cases: list[PeakCase]) -> None:
     measured = run_processes(num_ranks, "peak_ranks:measure", str(tmp_path), cases)

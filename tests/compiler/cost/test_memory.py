@@ -49,11 +49,13 @@ MORE: list[Any] = [
 ]
 
 
-def compiled_case(name: str, policy: str, plan: int, runtime: int, options: dict[str, Any]) -> tuple[Any, Any, Compiled, Any]:
+def compiled_case(
+    name: str, policy: str, plan: int, runtime: int, options: dict[str, Any], **fields: Any
+) -> tuple[Any, Any, Compiled, Any]:
     entry = zoo.get(name)
     model, inputs = entry.build(), entry.inputs(batch=8)
     chosen = {key: value for key, value in options.items() if key != "recompute"}
-    config = ComputeConfig(plan_ngpus=plan, runtime_ngpus=runtime, use_end2end=True, pas_config=chosen)
+    config = ComputeConfig(plan_ngpus=plan, runtime_ngpus=runtime, use_end2end=True, pas_config=chosen, **fields)
 
     def apply(graph: Any, config: ComputeConfig) -> Plan:
         found = find_policy(policy).apply(graph, config)
@@ -115,12 +117,17 @@ def test_zero_splits_the_state() -> None:
     assert two.optimizer_bytes == pytest.approx(whole.optimizer_bytes / 2, rel=1e-3)
 
 
-@pytest.mark.parametrize(("name", "policy", "plan", "runtime"), [("gpt2", "dp", 1, 2), ("llama", "tp", 2, 4)])
-def test_zero_3_holds_pieces(name: str, policy: str, plan: int, runtime: int, tmp_path: Path) -> None:
-    entry = zoo.get(name)
-    model, inputs = entry.build(), entry.inputs(batch=8)
-    config = ComputeConfig(plan_ngpus=plan, runtime_ngpus=runtime, use_end2end=True, use_zero=3)
-    compiled = compile_graph(traced(model, inputs), find_policy(policy).apply, config, policy_name=policy)
+@pytest.mark.parametrize(
+    ("name", "policy", "plan", "runtime", "recompute"),
+    [("gpt2", "dp", 1, 2, ("transformer.h.*",)), ("llama", "tp", 2, 4, ())],
+)
+def test_zero_3_holds_pieces(
+    name: str, policy: str, plan: int, runtime: int, recompute: tuple[str, ...], tmp_path: Path
+) -> None:
+    """What is gathered again in a region that runs again lives no longer than other tensors there."""
+    model, inputs, compiled, config = compiled_case(
+        name, policy, plan, runtime, {"recompute": recompute} if recompute else {}, use_zero=3
+    )
     (memory, *_) = predicted(compiled, config)
     for measured in measured_peaks(tmp_path, compiled, model, inputs, config):
         assert memory.peak_bytes == pytest.approx(measured, rel=0.05)

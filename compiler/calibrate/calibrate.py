@@ -33,8 +33,8 @@ from shardwright.compiler.calibrate.links import Groups, measure_links
 from shardwright.compiler.calibrate.operators import measure_launches, measure_products, measure_streams
 from shardwright.compiler.calibrate.ranks import in_job, measure_in_job, measure_in_processes
 from shardwright.compiler.calibrate.reference import attention_s, measure_fetches, measure_host, measure_references
+from shardwright.compiler.cost.arithmetic import ATTENTION
 from shardwright.compiler.cost.hardware import COLLECTIVES, Device, Hardware, Tier
-from shardwright.compiler.cost.operators import ATTENTION
 from shardwright.compiler.schedule.sharing import Sharing
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.ranks.world import World

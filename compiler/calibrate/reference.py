@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from shardwright.compiler.calibrate.effort import Effort
 from shardwright.compiler.calibrate.operators import Point, median_of_all, of_all
 from shardwright.compiler.calibrate.profile import profile_call
+from shardwright.compiler.cost.arithmetic import ATTENTION
 from shardwright.compiler.cost.device import Device
 from shardwright.compiler.cost.local import local_call
-from shardwright.compiler.cost.operators import ATTENTION, OpTime, call_bytes, roofline
+from shardwright.compiler.cost.operators import OpTime, call_bytes, roofline
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.passes.rules import attach_rules
 from shardwright.compiler.trace.api import trace

@@ -18,19 +18,17 @@ Measured times of single calls replace these estimates where there are any (:cla
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
+from shardwright.compiler.cost.arithmetic import ATTENTION, CONVOLUTIONS, PRODUCTS, arithmetic_s, factors_of
 from shardwright.compiler.cost.collectives import axis_collective_s
 from shardwright.compiler.cost.hardware import Device, Hardware
 from shardwright.compiler.cost.local import LocalCall, LocalTensor, local_call
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue
-from shardwright.compiler.ops.rule import OpRule, TensorRefs
+from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.strategy import Assignment, factor_axes
 from shardwright.runtime.layout import Mesh
 
@@ -107,31 +105,11 @@ EXPANSIONS = frozenset(("expand", "broadcast_tensors", "meshgrid"))
 PASSES_ON = frozenset(("add", "sub", "clone", "contiguous", "to"))
 """Their gradients are what came in, of an operand that was not broadcast."""
 
-PRODUCTS: Mapping[str, tuple[int, int]] = {
-    "linear": (0, 1),
-    "matmul": (0, 1),
-    "addmm": (1, 2),
-    "addmv": (1, 2),
-    "addr": (1, 2),
-    "baddbmm": (1, 2),
-    "addbmm": (1, 2),
-    "einsum": (0, 1),
-    "tensordot": (0, 1),
-    "outer": (0, 1),
-    "grouped_mm": (0, 1),
-}
-"""Where the two factors of a product stand among the operands."""
-
-CONVOLUTIONS = frozenset(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))
-
-ATTENTION = "scaled_dot_product_attention"
-
 LOOKUPS = frozenset(("embedding", "embedding_bag", "index_select", "gather", "take", "take_along_dim"))
 """Operators that read rows of a table: where the table stands is ``_TABLE``."""
 
 _TABLE = {"embedding": 1, "embedding_bag": 1}
 
-RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"))
 
 PASSES: Mapping[str, tuple[float, float]] = {
     "cross_entropy": (2.0, 4.0),  # log-softmax; the gradient of the picked entries is made of zeros
@@ -232,7 +210,7 @@ def roofline(call: LocalCall, device: Device, communicates: bool = False) -> OpT
     if target in SLICES or target in EXPANSIONS:
         return OpTime(0.0, _at_least(device.memory_s(_view_gradient_bytes(call, wanted)), device, bool(wanted)))
     forward_bytes, backward_bytes = _traffic(call, wanted, communicates)
-    forward_flops_s, backward_flops_s = _arithmetic(call, wanted, device)
+    forward_flops_s, backward_flops_s = arithmetic_s(call, wanted, device)
     if forward_flops_s:
         forward_flops_s += device.fetch_s(forward_bytes)
     if backward_flops_s:
@@ -294,129 +272,6 @@ def _read_again(call: LocalCall, wanted: Sequence[int]) -> Sequence[int]:
     return [i for i in range(len(call.operands)) if joint is None or i not in joint]
 
 
-# ------------------------------------------------------------------------------------------------ arithmetic
-
-
-@dataclass(frozen=True, slots=True)
-class _Product:
-    """``batch`` products ``[m, k] x [k, n]``."""
-
-    m: float
-    n: float
-    k: float
-    batch: float = 1.0
-
-    def seconds(self, device: Device, dtype: str) -> float:
-        return device.matmul_s(self.m, self.n, self.k, dtype, self.batch)
-
-    def gradient_s(self, device: Device, dtype: str, *, left: bool) -> float:
-        """Of the gradient of one factor: ``[m, n] x [n, k]`` or ``[k, m] x [m, n]``."""
-        if left:
-            return device.matmul_s(self.m, self.k, self.n, dtype, self.batch)
-        return device.matmul_s(self.k, self.n, self.m, dtype, self.batch)
-
-
-def _arithmetic(call: LocalCall, wanted: Sequence[int], device: Device) -> tuple[float, float]:
-    """Seconds of the products of forward and backward."""
-    target = call.op.target
-    dtype = _compute_dtype(call)
-    if dtype is None:
-        return 0.0, 0.0
-    if target == ATTENTION:
-        products_s = sum(product.seconds(device, dtype) for product in _attention_products(call))
-        forward, backward = device.attention_efficiency
-        return products_s / forward, 2.5 * products_s / backward if wanted else 0.0
-    if target in RECURRENT:
-        forward = sum(product.seconds(device, dtype) for product in _recurrent_products(call))
-        return forward, 2 * forward if wanted else 0.0
-    if target in CONVOLUTIONS:
-        product, factors = _convolution(call), (0, 1)
-    elif target in PRODUCTS and len(call.operands) > PRODUCTS[target][1]:
-        factors = PRODUCTS[target]
-        product = _matrix_product(call, *factors)
-    else:
-        found = _contraction(call)
-        if found is None:
-            return 0.0, 0.0
-        product, factors = found
-    left, right = (index in wanted for index in factors)
-    backward = product.gradient_s(device, dtype, left=True) if left else 0.0
-    backward += product.gradient_s(device, dtype, left=False) if right else 0.0
-    return product.seconds(device, dtype), backward
-
-
-def _compute_dtype(call: LocalCall) -> str | None:
-    """The name of the dtype products are computed in; ``None`` where there is no rate for it, as for integers."""
-    dtype = call.op.autocast or (call.results[0].dtype if call.results else None)
-    if dtype is None or not dtype.is_floating_point:
-        dtype = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype) if dtype is not None else None
-    return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _matrix_product(call: LocalCall, left: int, right: int) -> _Product:
-    """By the factors of the rule: those of both operands and the result are a batch, those of both operands alone summed."""
-    rule = call.op.rule
-    assert rule is not None
-    a, b, c = (_factors(refs) for refs in (rule.operands[left], rule.operands[right], rule.results[0]))
-
-    def size(names: set[str]) -> float:
-        return math.prod(call.factors[name] for name in names)
-
-    return _Product(size((a & c) - b), size((b & c) - a), size((a & b) - c), size(a & b & c))
-
-
-def _contraction(call: LocalCall) -> tuple[_Product, tuple[int, int]] | None:
-    """An operator of one's own whose annotation sums over a factor of two operands is a product of these."""
-    rule = call.op.rule
-    assert rule is not None
-    if "." not in call.op.target or len(rule.results) != 1:
-        return None
-    kept = _factors(rule.results[0])
-    for i in range(len(rule.operands)):
-        for j in range(i + 1, len(rule.operands)):
-            a, b = _factors(rule.operands[i]), _factors(rule.operands[j])
-            if (a & b) - kept and (a & kept) - b and (b & kept) - a:
-                return _matrix_product(call, i, j), (i, j)
-    return None
-
-
-def _factors(refs: TensorRefs) -> set[str]:
-    return {ref.factor for dim in refs for ref in dim}
-
-
-def _convolution(call: LocalCall) -> _Product:
-    """As the product of unfolded blocks with the weight, one for each group of channels."""
-    x, weight = call.operands[:2]
-    transposed = "transpose" in call.op.target
-    groups = max(1, round(_channels(x, weight) / max(1, weight.shape[0 if transposed else 1])))
-    kernel = math.prod(weight.shape[2:])
-    if transposed:
-        places = x.num_elements / max(1, _channels(x, weight))
-        return _Product(places, weight.shape[1] * kernel, weight.shape[0] / groups, groups)
-    places = call.results[0].num_elements / max(1, weight.shape[0])
-    return _Product(places, weight.shape[0] / groups, weight.shape[1] * kernel, groups)
-
-
-def _channels(x: LocalTensor, weight: LocalTensor) -> int:
-    return x.shape[len(x.shape) - (len(weight.shape) - 1)]
-
-
-def _attention_products(call: LocalCall) -> tuple[_Product, _Product]:
-    """Scores and mixed values; a causal kernel skips what is masked."""
-    query, key, value = call.operands[:3]
-    batch = math.prod(query.shape[:-2]) * (0.5 if call.op.arg("is_causal", False) else 1.0)
-    q, k = query.shape[-2], key.shape[-2]
-    return _Product(q, k, query.shape[-1], batch), _Product(q, value.shape[-1], k, batch)
-
-
-def _recurrent_products(call: LocalCall) -> list[_Product]:
-    """Every weight matrix multiplies every step of every sequence."""
-    x = call.operands[0]
-    steps = x.num_elements / max(1, x.shape[-1])
-    weights = [w for w in call.operands[1:] if len(w.shape) == 2 and w.requires_grad]
-    return [_Product(steps, w.shape[0], w.shape[1]) for w in weights]
-
-
 # ------------------------------------------------------------------------------------------------ communication inside
 
 
@@ -454,7 +309,7 @@ def _reduced_elements(call: LocalCall, axis: str, assignment: Assignment) -> flo
     rule = call.op.rule
     assert rule is not None
     factor = assignment[axis].removeprefix("split:")
-    if call.op.target in ("cross_entropy", "nll_loss") and factor in _factors(rule.operands[1]):
+    if call.op.target in ("cross_entropy", "nll_loss") and factor in factors_of(rule.operands[1]):
         return 1.0
     if call.op.target == "batch_norm":
         return float(call.operands[0].shape[1])

@@ -124,7 +124,7 @@ def test_the_command(run, tmp_path, capsys):
     assert (
         lines[0].startswith(f"merged {directory / '000001-step-2'} of step 2: ") and lines[1] == f"files: {tmp_path / 'merged'}"
     )
-    assert re.search(r": \d+ tensors, \d+(\.\d+)? [kM]?B in \d files?$", lines[0])
+    assert re.search(r": \d+ tensors, \d+(\.\d+)? [kM]?B in \d+ files?$", lines[0])
     assert main(["merge", str(directory), str(tmp_path / "merged")]) == 1
     assert capsys.readouterr().err == (
         f"error: {tmp_path / 'merged'} exists\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from planning import slow_machine
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from shardwright.compiler.api import parallelize
+from shardwright.compiler.cache import read_plan
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.hardware import load_hardware
@@ -28,7 +31,10 @@ from shardwright.compiler.plan.program import Compute, Program
 from shardwright.compiler.schedule.sharing import Sharing
 from shardwright.compiler.trace import trace
 from shardwright.compiler.verification.verify import verify
+from shardwright.policies.autodist import placer as placer_module
 from shardwright.policies.autodist.options import COUNTS, AutodistOptions
+from shardwright.policies.autodist.placement.place import place
+from shardwright.policies.autodist.placement.request import PlacementRequest
 from shardwright.policies.autodist.placer import LARGE, TARGET_GAP, Placer
 from shardwright.policies.autodist.policy import certificate, search
 from shardwright.policies.autodist.space import Wish
@@ -36,6 +42,7 @@ from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, PlanError
 from shardwright.runtime.layout import Mesh
+from shardwright.runtime.loader import load_class
 
 
 def config_of(num_ranks: int, **options: Any) -> ComputeConfig:
@@ -323,3 +330,32 @@ def test_three_axes_are_never_worse_than_two() -> None:
     found = [search(plans.zoo_graph("mlp"), config, AutodistOptions(max_axes=count), slow_machine(8)) for count in (2, 3)]
     costs = [each.best.step_s for each in found if each.best is not None]
     assert len(costs) == 2 and costs[1] <= costs[0] * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_an_interrupted_search_leaves_whole_files_or_none(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a mesh is placed it ends the compile; later what is known by then is compiled and saved."""
+    calls: list[PlacementRequest] = []
+
+    def interrupted(request: PlacementRequest, **options: Any) -> Any:
+        calls.append(request)
+        if len(calls) > after:
+            signal.raise_signal(signal.SIGINT)
+        return place(request, **options)
+
+    monkeypatch.setattr(placer_module, "place", interrupted)
+    entry, config = zoo.get("mlp"), config_of(4, save_plan=str(tmp_path / "plan.json"))
+
+    def compile_it() -> None:
+        parallelize(entry.build(), entry.inputs(), "autodist", config, gen_savedir=tmp_path / "files", load_module=False)
+
+    if not after:
+        with pytest.raises(KeyboardInterrupt):
+            compile_it()
+        assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"]
+        return
+    compile_it()
+    (manifest,) = tmp_path.rglob("manifest.json")
+    saved = Plan.from_json(json.loads((tmp_path / "plan.json").read_text()))
+    assert load_class(manifest.parent, rank=3) is not None and read_plan(manifest.parent).strategies == saved.strategies
+    assert saved.certificate is not None and "the search was ended by Ctrl-C" in saved.certificate.proof

@@ -31,6 +31,7 @@ from shardwright.policies.autodist.placement import place as place_module
 from shardwright.policies.autodist.placement.constraints import Constraints
 from shardwright.policies.autodist.placement.formulation import Formulation, OpNode, StoreNode
 from shardwright.policies.autodist.placement.place import Placement, alternatives, place, plan_of
+from shardwright.policies.autodist.placement.pricing import Pricing
 from shardwright.policies.autodist.placement.problem import formulate
 from shardwright.policies.autodist.placement.request import PlacementRequest
 from shardwright.policies.autodist.solver.problem import Infeasible, Problem, Solution
@@ -62,6 +63,27 @@ def test_time_alone_leaves_no_model_without_a_placement(monkeypatch: pytest.Monk
     limits.clear()
     never = place(replace(wanted, memory_limit_bytes=1.0, in_flight=2))
     assert isinstance(never, Infeasible) and len(limits) == 1, "a row may be what nothing keeps"
+
+
+def numbers(formulation: Formulation) -> tuple[object, ...]:
+    """What a problem says, and what each node stands for."""
+    problem = formulation.problem
+    rows = [(row.limit, {node: used.tolist() for node, used in row.usage.items()}) for row in problem.rows]
+    least = [node.least_bytes.tolist() for node in formulation.nodes if isinstance(node, StoreNode)]
+    edges = [(a, b, prices.tolist()) for a, b, prices in problem.edges]
+    return [cost.tolist() for cost in problem.node_costs], edges, rows, least, formulation.slack
+
+
+def test_requests_that_share_prices_have_the_problems_they_have_alone() -> None:
+    free = request(zoo_graph("gpt2"), mesh_of("2"), microbatches=4)
+    tight = replace(free, memory_limit_bytes=1e6)
+    looser = replace(tight, memory_limit_bytes=2e6, time_limit_s=1.0, hurried=True)
+    asked = [free, tight, looser, replace(tight, in_flight=2), replace(tight, recompute=("transformer.h.*",))]
+    pricing = Pricing(free)
+    shared = [formulate(wanted, pricing) for wanted in asked]
+    assert [numbers(found) for found in shared] == [numbers(formulate(wanted)) for wanted in asked]
+    assert shared[0].nodes is shared[1].nodes is shared[2].nodes, "the memory changes nothing but the row"
+    assert shared[3].nodes is not shared[2].nodes is not shared[4].nodes
 
 
 def random_choice(formulation: Formulation, rng: random.Random) -> tuple[int, ...] | None:

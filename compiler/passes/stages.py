@@ -83,7 +83,8 @@ def split_stages(graph: IRGraph, stages: Mapping[str, int], num_stages: int) -> 
     for index in range(num_stages):
         own = [op for op in graph.ops if stages[op.name] == index and op.name not in free]
         wanted = {v.name for op in own for v in op.operands} | {v.name for _, v in outputs[index]}
-        ops = _with_free(graph, own, free, wanted)
+        found = _with_free(graph, own, free, wanted)
+        ops = tuple(op if stages[op.name] == index else replace(op, region=None) for op in found)  # regions are of one stage
         receives = tuple((value, made_in[name]) for (name, stage), value in needed_in.items() if stage == index)
         sends = tuple((value, stage) for (name, stage), value in needed_in.items() if made_in[name] == index)
         result.append(_stage_graph(graph, index, ops, receives, sends, outputs[index], updates.get(index, ())))

@@ -58,6 +58,15 @@ def test_values_made_from_nothing_are_made_in_every_stage() -> None:
         assert not made & {value.name for value, _ in stage.receives}
 
 
+@pytest.mark.slow
+def test_what_another_stage_makes_for_itself_is_in_none_of_its_regions() -> None:
+    """Else a stage would compute again, and its backward not come in two parts, for positions from the first layer."""
+    graph = mark_recompute(plans.zoo_graph("t5"), ("decoder.block.0",))
+    first, last = lower_stages(graph, stages_at(graph, "decoder.block.1")).stages
+    inside = {op.name for op in first.graph.ops if op.region is not None}
+    assert inside & {op.name for op in last.graph.ops} and not any(op.region for op in last.graph.ops)
+
+
 def test_meshes_may_differ() -> None:
     graph = plans.zoo_graph("llama")
     program = lower_stages(graph, stages_at(graph, "model.layers.1", meshes=({"tp": 2}, {"tp": 4})))

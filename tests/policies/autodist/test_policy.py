@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -340,7 +339,7 @@ def test_an_interrupted_search_leaves_whole_files_or_none(after: int, tmp_path: 
     def interrupted(request: PlacementRequest, **options: Any) -> Any:
         calls.append(request)
         if len(calls) > after:
-            signal.raise_signal(signal.SIGINT)
+            raise KeyboardInterrupt
         return place(request, **options)
 
     monkeypatch.setattr(placer_module, "place", interrupted)

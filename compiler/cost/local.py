@@ -62,7 +62,7 @@ def local_call(op: IROp, assignment: Assignment, mesh: Mesh) -> LocalCall:
     rule = op.rule
     assert rule is not None, f"{op.name} has no rule"
     cuts = _cuts(assignment, mesh)
-    whole = {factor.name: tuple(map(_number, factor.segments)) for factor in rule.factors}
+    whole = {factor.name: tuple(map(estimated_size, factor.segments)) for factor in rule.factors}
     local = {name: cut_sizes(sizes, [n for _, n in cuts.get(name, ())]) for name, sizes in whole.items()}
     exceptions = _exceptions(rule, cuts)
 
@@ -83,7 +83,8 @@ def local_shape(layout: Layout, mesh: Mesh) -> tuple[int, ...]:
     """The shape of the largest piece of a tensor."""
     return tuple(
         math.prod(
-            sum(cut_sizes(tuple(map(_number, atom.segments)), [mesh.axis_size(axis) for axis in atom.axes])) for atom in dim
+            sum(cut_sizes(tuple(map(estimated_size, atom.segments)), [mesh.axis_size(axis) for axis in atom.axes]))
+            for atom in dim
         )
         for dim in layout.dims
     )
@@ -142,7 +143,8 @@ def _dim_size(refs: DimRefs, sizes: Mapping[str, tuple[int, ...]]) -> int:
     return size
 
 
-def _number(size: Size) -> int:
+def estimated_size(size: Size) -> int:
+    """A whole number for a size, as estimates count dynamic ones."""
     return size if isinstance(size, int) else _estimated(size)
 
 

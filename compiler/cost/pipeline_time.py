@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from shardwright.compiler.cost.body_time import BodyTime, body_time
 from shardwright.compiler.cost.collectives import collective_s
 from shardwright.compiler.cost.hardware import Hardware
-from shardwright.compiler.cost.local import local_bytes
+from shardwright.compiler.cost.local import estimated_size, local_bytes
 from shardwright.compiler.cost.operators import OperatorTimes
 from shardwright.compiler.cost.optimizer_memory import OptimizerMemory
 from shardwright.compiler.cost.plan_cost import Activity, PlanCost, RankCost
@@ -23,8 +24,9 @@ from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.sharing import SharedMachines
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.layout import Atom
 from shardwright.runtime.schedule import ActionKind
-from shardwright.runtime.transfer import pieces
+from shardwright.runtime.transfer import Holding, pieces
 
 
 def pipeline_cost(
@@ -165,13 +167,22 @@ def crossing_s(crossing: Crossing, hardware: Hardware, *, reverse: bool) -> floa
 
 def sent_bytes(crossing: Crossing, *, reverse: bool) -> dict[tuple[int, int], int]:
     """By (sender, receiver), the bytes of a value that go from one rank to another; with ``reverse`` of its gradient."""
-    source, target = (crossing.received, crossing.sent) if reverse else (crossing.sent, crossing.received)
+    ends = (crossing.received, crossing.sent) if reverse else (crossing.sent, crossing.received)
+    source, target = map(_in_numbers, ends)
     return {
         (sender, receiver): crossing.value.dtype.itemsize
         * sum(math.prod(stop - start for start, stop in box) for _, box in boxes)
         for (sender, receiver), boxes in pieces(source, target).items()
         if sender != receiver
     }
+
+
+def _in_numbers(held: Holding) -> Holding:
+    """With numbers for dynamic sizes, as estimates count them."""
+    if all(isinstance(size, int) for size in held.layout.shape):
+        return held
+    dims = tuple(tuple(Atom(tuple(map(estimated_size, atom.segments)), atom.axes) for atom in dim) for dim in held.layout.dims)
+    return replace(held, layout=replace(held.layout, dims=dims))
 
 
 def _reduced_beside(

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import zoo
 from planning import slow_machine
-from plans import zoo_graph
+from plans import annotated, zoo_graph
 
+from shardwright.compiler.trace import trace
 from shardwright.compiler.verification.verify import verify
 from shardwright.policies.autodist.candidates import stage_sizes
 from shardwright.policies.autodist.explain import (
@@ -124,3 +125,16 @@ def test_unequal_positions_run_one_stage_each() -> None:
         "  why:   4 ranks do not divide into so many equal positions, and unequal ones run one stage each\n"
         "  try:   a num_stages that divides plan_ngpus, or schedule '1f1b'"
     )
+
+
+def test_a_batch_of_any_size_crosses_between_stages() -> None:
+    """Its messages are priced at the size that estimates count; positions of two ranks cut it."""
+    entry = zoo.get("mlp")
+    dynamic = {path: {0: "batch"} for path in entry.inputs()}
+    graph = annotated(trace(entry.build(), entry.inputs(), dynamic_dims=dynamic))
+    options = AutodistOptions(num_microbatches=4, schedule="1f1b", time_limit_s=1e3)
+    found = search(graph, config_of(4), options, slow_machine(4, bytes_per_s=1e8))
+    pipelines = [candidate for candidate in found.tried if candidate.plan.stages]
+    assert found.best is not None and any("pp=2" in candidate.title for candidate in pipelines)
+    audited = [candidate for candidate in pipelines if candidate.cost is not None]
+    assert audited and all(candidate.predicted_s == pytest.approx(candidate.step_s, rel=0.05) for candidate in audited)

@@ -54,7 +54,7 @@ BINDS = 1e-3
 OPENING_SHARES = (0.3, 0.5, 0.7)
 """The shares of the time limit at which meshes that were placed for speed are tried before more are."""
 
-SHORT = 30.0
+SHORT = 60.0
 """A limit of less than that many times what it takes to place the model on the first mesh leaves time for few of them."""
 
 BEGINNING_SHARES = (0.2, 0.45)
@@ -229,7 +229,7 @@ class Search:
     def _longest_share(self) -> float:
         """Of the time of all operators, unsplit, what the longest takes."""
         times = [op_time(op, {}, Mesh(()), self.bench.hardware, self.bench.times).total_s for op in self.graph.ops]
-        return max(times) / (sum(times) or 1.0)
+        return max(times, default=0.0) / (sum(times) or 1.0)
 
     def _try_all(self, openings: Sequence[Opening]) -> None:
         """Try the meshes that may have the best plan, the most likely first, and audit what they give; again while audits leave

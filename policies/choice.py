@@ -116,6 +116,7 @@ def choose_dims(graph: IRGraph, axis_size: int) -> set[int]:
         terms.append(-loss * moved)
     model.maximize(sum(terms))
     solver = cp_model.CpSolver()
+    solver.parameters.catch_sigint_signal = False  # else Ctrl-C ends the process, from the first solution on
     solver.parameters.num_workers, solver.parameters.random_seed = 1, 0
     solver.parameters.max_deterministic_time = 20.0
     solver.parameters.linearization_level = 2  # the relaxation is all but integral: 10 ms in the place of 7 s for 32 layers

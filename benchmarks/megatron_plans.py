@@ -82,7 +82,7 @@ CASES = (
     Case("175B", 96, 12288, 96, 8, 8, 3, 1, 64, 64),
 )
 
-RECOMPUTED = {"full": ("layers.*",), "selective": ("layers.*.core",), "none": ()}
+RECOMPUTED = {"full": ("layers.*",), "selective": ("layers.*.core",), "no": ()}
 
 
 class Gpt(nn.Module):

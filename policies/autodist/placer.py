@@ -92,7 +92,7 @@ class Placer:
         pricing = self._pricings.setdefault((wish.mesh, wish.ranks), Pricing(request))
         found = place(request, pricing=pricing) if wish.lean is None else lean(request, wish.lean, pricing)
         if isinstance(found, Infeasible):
-            raise PlanError("no placement fits", why=_too_large(found, request, pricing))
+            raise PlanError("no placement fits", why=_too_large(found, request, pricing, wish.num_positions))
         plan = found.plan if self.graph.eval_graph is None else _with_evaluation(found, self.graph.eval_graph)
         if self.options.mesh is None:
             plan = named(plan, split_dim_names(self.graph, plan), kept=self.options.degrees)
@@ -110,14 +110,16 @@ def constraints_on(mesh: Mesh, graph: PlannableGraph, options: AutodistOptions) 
     return Constraints(options.pin, forbidden(graph, mesh, options.degrees, options.forbid), options.stored)
 
 
-def _too_large(found: Infeasible, request: PlacementRequest, pricing: Pricing) -> str:
-    """Why nothing fits: how much is missing, and what takes most."""
+def _too_large(found: Infeasible, request: PlacementRequest, pricing: Pricing, num_positions: int) -> str:
+    """Why nothing fits: how much is missing on a device, and what takes most."""
     if found.row is None or found.least_usage is None or request.memory_limit_bytes is None:
         return found.reason
     nodes = formulate(request, pricing).nodes
     names = [_name(nodes[index]) for index in found.nodes[:3]]
-    least, limit = (amount(num_bytes, "B", digits=4) for num_bytes in (found.least_usage, request.memory_limit_bytes))
-    return f"at least {least}, and {limit} are allowed; most of it for {', '.join(names)}"
+    of_all = found.least_usage, request.memory_limit_bytes
+    least, limit = (amount(num_bytes / num_positions, "B", digits=4) for num_bytes in of_all)
+    shared = f" if {num_positions} positions share it evenly" if num_positions > 1 else ""
+    return f"at least {least}{shared}, and {limit} are allowed; most of it for {', '.join(names)}"
 
 
 def _name(node: Node) -> str:

@@ -28,7 +28,8 @@ class Placed:
 
 @dataclass(frozen=True)
 class Wish:
-    """What is to be placed: the whole model on a mesh over some ranks of the unit, in its order.
+    """What is to be placed: the whole model on a mesh over some ranks of the unit, in its order, the first of ``num_positions``
+    that will share it.
 
     ``memory_bytes``: what all of it may take on a rank, with ``in_flight`` microbatches' activations; those of ``recompute``
     are computed again. ``hurried``: one that fits soon is wished for, be it not the best.
@@ -43,6 +44,7 @@ class Wish:
     recompute: tuple[str, ...] = ()
     hurried: bool = False
     lean: Weight | None = None
+    num_positions: int = 1
 
 
 Placer = Callable[[Wish], Placed]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.policies.autodist.placement.lean import Weight
@@ -21,12 +22,14 @@ def wishes(graph: IRGraph, space: Space, num_positions: int, mesh: Mesh, ranks: 
     given = tuple(space.recompute or ())
     # The first of the positions has as many microbatches in flight as there are positions, and a share of the model.
     memory, in_flight = space.memory_bytes * num_positions, min(num_positions, space.num_microbatches)
-    yield Wish(mesh, ranks, space.num_microbatches, in_flight=in_flight, recompute=given)
+    wish = Wish(mesh, ranks, space.num_microbatches, in_flight=in_flight, recompute=given, num_positions=num_positions)
+    yield wish
     if space.memory_bytes < float("inf"):
-        yield Wish(mesh, ranks, space.num_microbatches, memory, in_flight, given)
+        wish = replace(wish, memory_bytes=memory)
+        yield wish
         if space.recompute is None:
             layers = layer_blocks(graph)[1]
             every = tuple(dict.fromkeys(map(layer_pattern, layers.values())))
             if every:
-                yield Wish(mesh, ranks, space.num_microbatches, memory, in_flight, lean=AGAIN)
-                yield Wish(mesh, ranks, space.num_microbatches, memory, in_flight, every)
+                yield replace(wish, lean=AGAIN)
+                yield replace(wish, recompute=every)

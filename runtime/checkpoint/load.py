@@ -80,6 +80,8 @@ def load_checkpoint(
             contents.fill(holding.tensor, holding.region, _exact(index, record, holding))
         if optimizer is not None and named is not None:
             read_lacking_masters(optimizer, holdings, named)
+        for part in holdings.compiled.values():
+            part.note_loaded()
         holdings.load_random_states(index.random)
         holdings.load_extra_states({key: decode(value) for key, value in index.extra_states.items()})
         if scheduler is not None:

@@ -394,12 +394,16 @@ class ParallelModule(CompiledModule):
         check_extra_state(self, state)
         self.rng.load_json(state["rng"])
 
+    def note_loaded(self) -> None:
+        """Parameters have other values now, for a good reason: not from an optimizer that nobody told about the other ranks."""
+        self._steps_without_sums.forget()
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *rest: Any) -> None:
         """Also accept a state dict of the original module where every rank holds whole tensors."""
         key = f"{prefix}_extra_state"
         if key not in state_dict:
             check_holds_wholes(self, key)
-        self._steps_without_sums.forget()
+        self.note_loaded()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
         missing_keys = rest[0]
         if key in missing_keys:

@@ -1,7 +1,9 @@
 """Which dims tensor parallelism splits, on models of every family, and what the built-in policies say and refuse."""
 
 import re
+import signal
 from collections import Counter
+from pathlib import Path
 
 import plans
 import pytest
@@ -24,6 +26,22 @@ from shardwright.runtime.layout import Layout
 def chosen(graph: PlannableGraph, num_ranks: int = 2) -> list[DimClass]:
     assert graph.dims is not None
     return [graph.dims.classes[index] for index in sorted(choose_dims(graph, num_ranks))]
+
+
+STATUS = Path("/proc/self/status")
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="the kernel says nothing of handlers here")
+def test_ctrl_c_stays_pythons() -> None:
+    """Python does not see it where a solver gives the signal back to the system, which would end the process."""
+
+    def is_caught() -> bool:
+        (caught,) = re.findall(r"SigCgt:\s*(\w+)", STATUS.read_text())
+        return bool(int(caught, 16) >> signal.SIGINT - 1 & 1)
+
+    assert is_caught()
+    chosen(plans.zoo_graph("gpt2"))
+    assert is_caught()
 
 
 TRANSFORMERS = zoo.names("hf", exclude=["cache", "padded", "frozen"]) + zoo.names("own", "encoder-decoder")

@@ -174,6 +174,17 @@ def test_only_large_models_on_meshes_to_be_chosen_are_placed_within_a_gap() -> N
         assert placer.request(wish).target_gap == gap
 
 
+@pytest.mark.parametrize(
+    ("num_positions", "words"),
+    [(1, "at least 11.07 kB, and 40 B"), (2, "at least 5.536 kB if 2 positions share it evenly, and 20 B")],
+)
+def test_what_does_not_fit_is_said_of_one_device(num_positions: int, words: str) -> None:
+    placer = Placer(plans.zoo_graph("mlp"), config_of(2), AutodistOptions(), load_hardware("a100-80gb", 2))
+    with pytest.raises(PlanError) as caught:
+        placer(Wish(Mesh((("x", 2),)), (0, 1), 1, memory_bytes=40.0, num_positions=num_positions))
+    assert f"{words} are allowed; most of it for " in str(caught.value)
+
+
 def refusal(error: type[Exception], **options: Any) -> str:
     end2end = options.pop("use_end2end", False)
     config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=end2end, pas_config=options)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from mlp_files import make_batch, make_model, write_files
 
+from shardwright.runtime.checkpoint.load import load_checkpoint
+from shardwright.runtime.checkpoint.save import save_checkpoint
 from shardwright.runtime.errors import CheckpointError, DistributedError, InputError, LoadError, UsageError
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.loader import load_class
@@ -76,12 +78,16 @@ def test_an_optimizer_that_nobody_told_about_the_other_ranks_is_warned_of(files)
         run_ranks(2, train, lambda module: build_optimizer(module, torch.optim.SGD, lr=0.1))
 
 
-def test_nobody_is_warned_of_values_that_are_loaded_between_calls(files):
+def test_nobody_is_warned_of_values_that_are_loaded_between_calls(files, tmp_path):
     def run(rank):
         module = load_class(files)()
         for _ in range(2):
             module(*make_batch(0))
             module.load_state_dict(module.state_dict())
+        save_checkpoint(tmp_path, module)
+        for _ in range(2):
+            module(*make_batch(0))
+            load_checkpoint(tmp_path, module)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")

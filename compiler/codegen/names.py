@@ -40,6 +40,7 @@ MODULE_ATTRIBUTES = frozenset(dir(nn.Module)) | {
     "layouts",
     "layouts_eval",
     "mesh",
+    "note_loaded",
     "num_microbatches",
     "output",
     "output_eval",

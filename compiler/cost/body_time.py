@@ -29,7 +29,7 @@ class BodyTime:
     """``instructions``: each one with its time, in the order of the program. ``compute_s`` and ``comm_s`` split the sum of all
     (``"tp all_reduce"``). ``recomputed_s``: the forwards that the backward runs again, and the weights that it gathers again;
     ``recomputes``: whether there are such forwards. ``comm_bytes``: what goes through the collectives of ``comm_s``, counted
-    as the runtime does (:class:`~shardwright.runtime.counters.CommunicationVolume`).
+    as the runtime does (:class:`~shardwright.runtime.ranks.counters.CommunicationVolume`).
     """
 
     instructions: tuple[tuple[Instruction, OpTime], ...]

@@ -80,7 +80,7 @@ def grad_all_reduce(x: Tensor, axis: AxisGroup) -> Tensor:
 
 
 def keep_one(x: Tensor, axis: AxisGroup, backward: Literal["identity", "keep_one"] = "identity") -> Tensor:
-    """R -> P, or with ``backward="keep_one"`` G -> P: ``x`` at index 0 of the axis, zeros elsewhere."""
+    """R -> P, or with ``backward="keep_one"`` G -> P: a copy of ``x`` at index 0 of the axis, zeros elsewhere."""
     return x if axis.size == 1 else _apply(_KeepOne, x, axis, backward)
 
 
@@ -262,7 +262,8 @@ class _KeepOne(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: AxisGroup, backward: str) -> Tensor:
         ctx.axis, ctx.keep = axis, backward == "keep_one"
-        return _keep(x, axis)
+        # No view, as zeros are none: a view of a gathered weight is gathered again for the backward, which all ranks must do.
+        return x.clone() if axis.index == 0 else torch.zeros_like(x)
 
     @staticmethod
     @once_differentiable

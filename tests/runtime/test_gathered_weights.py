@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwright.runtime import gathered_weights
+from shardwright.runtime.adapters import all_reduce, keep_one
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.gathered_weights import WeightGathering
 from shardwright.runtime.layout import Cut, Layout, Mesh
@@ -204,6 +205,29 @@ def test_what_was_computed_from_a_weight_is_gathered() -> None:
             loss = chain(batch(index), lambda number: sharded.gathering.gathered(made[number], group, 0), 2)
         loss.backward()
         assert_gradients(sharded, expected)
+
+    run_ranks(2, rank)
+
+
+def test_ranks_agree_to_gather_again_where_one_of_them_keeps_the_weight() -> None:
+    """As a summand the weight is zeros on the other ranks, which save nothing of a gathered weight."""
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.tanh(F.linear(x, weight)).square().sum()
+
+    whole = wholes(1)[0].requires_grad_()
+    (expected,) = torch.autograd.grad(product(batch(0), whole), whole)
+
+    def rank(index: int) -> None:
+        sharded = Sharded(wholes(1))
+        group = sharded.ranks.axis("dp")
+        with count_communication() as volume:
+            with sharded.gathering.forward("train"):
+                summand = keep_one(sharded.weight(0), group, backward="keep_one")  # G -> P
+                loss = torch.tanh(all_reduce(F.linear(batch(0).requires_grad_(), summand), group)).square().sum()
+            loss.backward()
+        assert_gradients(sharded, [expected])
+        assert volume.calls("all_gather", phase="backward") == 0
 
     run_ranks(2, rank)
 

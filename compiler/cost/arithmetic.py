@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwright.compiler.cost.hardware import Device
-from shardwright.compiler.cost.local import LocalCall, LocalTensor
+from shardwright.compiler.cost.local import LocalCall, LocalTensor, estimated_size
 from shardwright.compiler.ops.rule import TensorRefs
 
 PRODUCTS: Mapping[str, tuple[int, int]] = {
@@ -140,9 +140,12 @@ def _channels(x: LocalTensor, weight: LocalTensor) -> int:
 
 
 def _attention_products(call: LocalCall) -> tuple[_Product, _Product]:
-    """Scores and mixed values; a causal kernel skips what is masked."""
+    """Scores and mixed values; a causal kernel skips what is masked, unless it has a part of the queries: most ranks' are late
+    ones, which see most keys, and all of them are given a mask.
+    """
     query, key, value = call.operands[:3]
-    batch = math.prod(query.shape[:-2]) * (0.5 if call.op.arg("is_causal", False) else 1.0)
+    skips = call.op.arg("is_causal", False) and query.shape[-2] == estimated_size(call.op.operands[0].shape[-2])
+    batch = math.prod(query.shape[:-2]) * (0.5 if skips else 1.0)
     q, k = query.shape[-2], key.shape[-2]
     return _Product(q, k, query.shape[-1], batch), _Product(q, value.shape[-1], k, batch)
 

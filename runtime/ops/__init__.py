@@ -5,7 +5,7 @@ it, major to minor (``class_axes=(tp,)``), global counts and offsets, and for ra
 any of them they compute what PyTorch's operator does.
 """
 
-from shardwright.runtime.ops.attention import scaled_dot_product_attention
+from shardwright.runtime.ops.attention import causal_attention, scaled_dot_product_attention
 from shardwright.runtime.ops.batch_norm import batch_norm
 from shardwright.runtime.ops.cross_entropy import cross_entropy, nll_loss
 from shardwright.runtime.ops.dropout import alpha_dropout, dropout, dropout1d, dropout2d, dropout3d, feature_alpha_dropout
@@ -56,6 +56,7 @@ __all__ = [
     "bernoulli",
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
+    "causal_attention",
     "cosine_embedding_loss",
     "cross_entropy",
     "dropout",

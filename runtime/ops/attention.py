@@ -1,4 +1,6 @@
-"""Attention with dropout on its weights: written out, as PyTorch's kernels draw their masks from the global generator."""
+"""Attention with dropout on its weights: written out, as PyTorch's kernels draw their masks from the global generator; and
+causal attention of a part of the queries.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,16 @@ def scaled_dot_product_attention(
     draw: str,
     layout: str,
     sizes: NamedSizes = (),
+    query_start: int | None = None,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention``; ``layout`` is that of the attention weights ``[..., L, S]``.
+    """``F.scaled_dot_product_attention``; ``layout`` is that of the attention weights ``[..., L, S]``. ``query_start``: where
+    this rank's queries start, if it has a part of them and ``is_causal``.
 
     query ``[..., L, E]``, key ``[..., S, E]``, value ``[..., S, Ev]``; with ``enable_gqa`` the head dim (-3) of key and value
     is smaller, and each of their heads serves a run of query heads.
     """
+    if is_causal and query_start is not None:
+        attn_mask, is_causal = _causal_mask(query, key, query_start), False
     if dropout_p == 0:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
@@ -41,7 +47,7 @@ def scaled_dot_product_attention(
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
     scores = query @ key.transpose(-2, -1) * (scale if scale is not None else 1 / math.sqrt(query.shape[-1]))  # [..., L, S]
     if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+        attn_mask = _causal_mask(query, key, 0)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         # A row without any key gives zeros, as PyTorch's own kernels have it, where a plain softmax gives nan.
         scores = scores.masked_fill(attn_mask.logical_not(), -math.inf)
@@ -50,3 +56,30 @@ def scaled_dot_product_attention(
     else:
         weights = (scores if attn_mask is None else scores + attn_mask).softmax(-1)
     return dropout(weights, dropout_p, rng=rng, draw=draw, layout=layout, sizes=sizes) @ value
+
+
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = True,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    query_start: int = 0,
+) -> Tensor:
+    """``F.scaled_dot_product_attention`` with ``is_causal`` for the queries ``[..., L, E]`` from position ``query_start`` on;
+    keys ``[..., S, E]`` and values ``[..., S, Ev]`` are whole. ``attn_mask``, ``dropout_p`` and ``is_causal`` are as the
+    operator has them: none, 0 and true.
+
+    The mask ``[L, S]`` is a tensor, also where a rank has the first queries: ranks run the same kernels, as the last has to.
+    """
+    mask = _causal_mask(query, key, query_start)
+    return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
+
+
+def _causal_mask(query: Tensor, key: Tensor, start: int) -> Tensor:
+    """``[L, S]``: which keys each query sees, those up to its own position."""
+    return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril(start)

@@ -162,10 +162,13 @@ def attention() -> list[Call]:
         (sdpa, (q, k, v, _randn(1, 1, 6, 5))),
         (sdpa, (q, k, v, _randn(3, 1, 1, 5) > -1)),
         (sdpa, (q, q, q), {"is_causal": True}),
+        (sdpa, (q, k, v), {"is_causal": True, "scale": 0.3}),
+        (sdpa, (_randn(2, 4, 5, 3), _randn(2, 2, 5, 3), _randn(2, 2, 5, 3)), {"is_causal": True, "enable_gqa": True}),
         (sdpa, (_randn(2, 8, 4, 3), _randn(2, 4, 5, 3), _randn(2, 4, 5, 3)), {"enable_gqa": True}),
         (sdpa, (_randn(2, 6, 4, 3), _randn(2, 2, 5, 3), _randn(2, 2, 5, 3), _randn(6, 4, 5)), {"enable_gqa": True}),
         (sdpa, (_randn(6, 3), _randn(5, 3), _randn(5, 3))),
         (sdpa, (q, k, v), {"dropout_p": 0.5}),
+        (sdpa, (q, q, q), {"dropout_p": 0.5, "is_causal": True}),
     ]
 
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch.nn.functional as F
 
-from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ir.size import divides, quotient
 from shardwright.compiler.ops.annotation import parse_rule
 from shardwright.compiler.ops.builder import linear_sets
 from shardwright.compiler.ops.registry import define
-from shardwright.compiler.ops.rule import OpRule, TensorRefs
-from shardwright.compiler.ops.terms import DRAWN, annotation, broadcast, define_form, drawn, may_be
+from shardwright.compiler.ops.rule import LocalSizes, OpRule, ParallelFactor, ParallelForm, TensorRefs
+from shardwright.compiler.ops.terms import DRAWN, annotation, broadcast, define_form, drawn, may_be, start_of
 
 _SIGNATURE = "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False"
-_FORM = define_form("scaled_dot_product_attention", f"{_SIGNATURE}, {DRAWN}")
+_FORM = define_form("scaled_dot_product_attention", f"{_SIGNATURE}, {DRAWN}, query_start=None")
+_CAUSAL_FORM = define_form("causal_attention", f"{_SIGNATURE}, *, query_start=0")
 
 
 def _attention(op: IROp) -> OpRule:
-    """Batch and heads are free, query positions too unless causal; every query needs all keys.
+    """Batch, heads and query positions are free; every query needs all keys. Where they are split, causal attention is told
+    at which position of the sequence the rank's queries start.
 
     With ``enable_gqa``, query head ``g * r + i`` reads key and value head ``g``: the head dim is ``(g r)``.
     """
@@ -36,7 +39,8 @@ def _attention(op: IROp) -> OpRule:
         sizes = {"g": key.shape[-3], "r": quotient(query.shape[-3], key.shape[-3])}
         terms = [[*term, heads] for term, heads in zip(terms, ("(g r)", "g", "g"), strict=True)]
         batch = [*batch, "(g r)"]
-    q = "q^" if op.arg("is_causal", False) else "q"
+    is_causal = bool(op.arg("is_causal", False))
+    q = "q^" if is_causal else "q"
     operands = [[*terms[0], q, "d^"], [*terms[1], "k^", "d"], [*terms[2], "k", "e"]]
     if mask is not None:
         aligned = [*batch, "q", "k"][-mask.ndim :] if mask.ndim else []
@@ -46,7 +50,26 @@ def _attention(op: IROp) -> OpRule:
     # then run their collectives in different orders.
     rule = replace(rule, nonempty=True)
     random = may_be(op.arg("dropout_p", 0.0), lambda p: p > 0)
-    return drawn(rule, _FORM, _weights) if random else rule
+    queries = {"q": ParallelFactor()} if is_causal else {}
+    if not random:
+        return replace(rule, parallel=ParallelForm(_CAUSAL_FORM, queries, {}, _query_start)) if is_causal else rule
+    rule = drawn(rule, _FORM, _weights)
+    form = rule.parallel
+    assert form is not None and form.local_args is not None
+    drawn_args = form.local_args
+
+    def local_args(op: IROp, local: LocalSizes) -> Mapping[str, Arg]:
+        return {**drawn_args(op, local), **_query_start(op, local)}
+
+    return replace(rule, parallel=replace(form, factors={**form.factors, **queries}, local_args=local_args))
+
+
+def _query_start(op: IROp, local: LocalSizes) -> Mapping[str, Arg]:
+    """Where the queries of a rank start in the sequence, if causal attention has them split."""
+    assert op.rule is not None, f"{op.name} has no rule"
+    queries = op.rule.operands[0][-2]
+    is_split = op.arg("is_causal", False) and local.is_split(*(ref.factor for ref in queries))
+    return {"query_start": start_of(queries, local)} if is_split else {}
 
 
 def _weights(rule: OpRule) -> TensorRefs:

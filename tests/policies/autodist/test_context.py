@@ -23,32 +23,33 @@ INPUTS = {"x": torch.randn(2, 24, 12, generator=torch.Generator().manual_seed(0)
 
 
 class Long(nn.Module):
-    """Attention with few heads over many positions, which no mask tells apart."""
+    """Attention with few heads over many positions."""
 
-    def __init__(self, heads: int = 3, width: int = 12) -> None:
+    def __init__(self, is_causal: bool = False, heads: int = 3, width: int = 12) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.heads = heads
+        self.heads, self.is_causal = heads, is_causal
         self.mixed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, _ = x.shape
         query, key, value = (t.view(batch, seq, self.heads, -1).transpose(1, 2) for t in self.mixed(x).chunk(3, -1))
-        attended = F.scaled_dot_product_attention(query, key, value)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
         return self.out(attended.transpose(1, 2).reshape(batch, seq, -1)).square().mean()
 
 
-def graph() -> PlannableGraph:
-    return plans.annotated(plans.traced(Long().double(), INPUTS))
+def graph(is_causal: bool) -> PlannableGraph:
+    return plans.annotated(plans.traced(Long(is_causal).double(), INPUTS))
 
 
 def config_of(num_ranks: int, **options: object) -> ComputeConfig:
     return ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, pas_config=options)
 
 
-def test_the_sequence_is_split_where_that_is_fastest() -> None:
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_sequence_is_split_where_that_is_fastest(is_causal: bool) -> None:
     """Batch and heads do not divide by 4; every rank takes its queries, and all keys and values."""
-    model, options = graph(), AutodistOptions(max_axes=1)
+    model, options = graph(is_causal), AutodistOptions(max_axes=1)
     best = search(model, config_of(4), options, slow_machine(4)).best
     assert best is not None and best.title == "sp=4"
     request = Request(model, config_of(4), options, slow_machine(4), best)
@@ -60,12 +61,15 @@ def test_the_sequence_is_split_where_that_is_fastest() -> None:
     assert binding(request, attention, choices) == "nothing: no other choice is faster on this mesh"
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_it_trains_like_one_device(num_ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "is_causal"),
+    [(2, True), *(pytest.param(n, c, marks=pytest.mark.slow) for n, c in ((2, False), (4, False), (4, True)))],
+)
+def test_it_trains_like_one_device(num_ranks: int, is_causal: bool, tmp_path: Path) -> None:
     (tmp_path / "slow.json").write_text(slow_machine(num_ranks).dumps())
     options = {"hardware": str(tmp_path / "slow.json"), "save_plan": str(tmp_path / "plan.json")}
     config = config_of(num_ranks, degrees={"sp": num_ranks}, **options)
-    report = verify(Long(), INPUTS, "autodist", config, steps=2)
+    report = verify(Long(is_causal), INPUTS, "autodist", config, steps=2)
     assert report.ok, str(report)
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert {"sp": "split:q"} in plan["strategies"].values()

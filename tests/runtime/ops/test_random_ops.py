@@ -315,3 +315,25 @@ def test_recurrent(name):
     torch.testing.assert_close(run(False), net(x)[0])
     assert torch.equal(run(True), run(True))
     assert not torch.equal(run(True), run(True, draw="other")) and not torch.equal(run(True), run(False))
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+def test_causal_attention_of_a_part_of_the_queries(heads):
+    """Every rank's queries see the keys up to their own positions in the sequence; dropout does not change which."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 4, 6, 3), (2, heads, 7, 3), (2, heads, 7, 5)]
+    q, k, v = (torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in shapes)
+    keywords = {"is_causal": True, "enable_gqa": heads == 2}
+    whole = F.scaled_dot_product_attention(q, k, v, **keywords)
+
+    def drawn(*args, **keywords):
+        """The form that is written out, with a probability too small to drop anything."""
+        layout = f"[2, 4, {args[0].shape[2]}, 7]"
+        return ops.scaled_dot_product_attention(*args, dropout_p=1e-15, rng=RngState(0), draw="a", layout=layout, **keywords)
+
+    for attention in (ops.causal_attention, drawn):
+        parts = [attention(q.narrow(2, start, n), k, v, query_start=start, **keywords) for start, n in ((0, 4), (4, 2))]
+        torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-12, atol=1e-12)
+        gradients = (torch.autograd.grad(y.square().sum(), (q, k, v), retain_graph=True) for y in (torch.cat(parts, 2), whole))
+        for a, b in zip(*gradients, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

@@ -305,7 +305,7 @@ class _Call:
                     [y for y, _ in sent], [inputs[i] for i in wanted], [g for _, g in sent], allow_unused=True
                 )
                 for i, grad in zip(wanted, found, strict=True):
-                    received[i] = grad
+                    received[i] = grad.to_dense() if grad is not None and grad.is_sparse else grad
         return _Outcome([y.detach() for y in results], received, [x.detach() for x in inputs])
 
     def _module(self, mesh: Mesh, coords: Mapping[str, int]) -> SimpleNamespace:

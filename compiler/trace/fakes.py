@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from shardwright.compiler.ir.value import IRValue, ValueKind
@@ -112,6 +114,28 @@ def without_logs_of_fakes() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+@contextmanager
+def caches_without_fakes() -> Iterator[None]:
+    """Clear on exit the caches of functions (``functools.lru_cache``) that keep fakes: these have no values for later calls."""
+    try:
+        yield
+    finally:
+        for found in gc.get_objects():
+            if type(found) is _CachedFunction and any(_holds_fake(kept) for kept in gc.get_referents(found)):
+                found.cache_clear()
+
+
+_CachedFunction = functools._lru_cache_wrapper
+
+
+def _holds_fake(kept: Any) -> bool:
+    if isinstance(kept, FakeTensor):
+        return True
+    if isinstance(kept, dict):
+        return any(map(_holds_fake, kept.values()))
+    return isinstance(kept, list | tuple) and any(map(_holds_fake, kept))
 
 
 @contextmanager

@@ -132,26 +132,40 @@ def _write_through(recorder: Recorder, view: Variable, whole: IRValue, new: IRVa
     if name == "__getitem__":
         return assign(recorder, whole, args[1], new)
     if name == "select":
-        return recorder.emit_one(torch.select_scatter, like, whole, new, call.arg(1, "dim"), call.arg(2, "index"))
+        return _scattered(recorder, torch.select_scatter, like, whole, new, call.arg(1, "dim"), call.arg(2, "index"))
     if name == "narrow":
         dim, start, length = call.arg(1, "dim"), call.arg(2, "start"), call.arg(3, "length")
-        return recorder.emit_one(torch.slice_scatter, like, whole, new, dim, start, start + length)
+        return _scattered(recorder, torch.slice_scatter, like, whole, new, dim, start, start + length)
     if name in ("split", "chunk", "tensor_split", "split_with_sizes"):
         dim = call.kwargs.get("dim", args[2] if len(args) > 2 else 0)
         sizes = [sibling.value.shape[dim] for sibling in view.siblings]
         start = sum(sizes[: view.index])
-        return recorder.emit_one(torch.slice_scatter, like, whole, new, dim, start, start + sizes[view.index])
+        return _scattered(recorder, torch.slice_scatter, like, whole, new, dim, start, start + sizes[view.index])
     if name == "unbind":
-        return recorder.emit_one(torch.select_scatter, like, whole, new, call.arg(1, "dim", 0), view.index)
+        return _scattered(recorder, torch.select_scatter, like, whole, new, call.arg(1, "dim", 0), view.index)
     if name == "diagonal":
         rest = tuple(call.arg(i, key, default) for i, key, default in ((1, "offset", 0), (2, "dim1", 0), (3, "dim2", 1)))
-        return recorder.emit_one(torch.diagonal_scatter, like, whole, new, *rest)
+        return _scattered(recorder, torch.diagonal_scatter, like, whole, new, *rest)
     raise TraceError(
         f"an in-place operator changes a view made by {name}()",
         where=recorder.where(),
         why=f"there is no functional form of writing through {name}()",
         hint="write to the tensor itself by indexing (x[...] = y), or use torch.where",
     )
+
+
+def _scattered(
+    recorder: Recorder, scatter: Callable[..., Any], like: TensorType, whole: IRValue, part: IRValue, *args: Arg
+) -> IRValue:
+    """``scatter(whole, part, *args)``; of complex numbers by real and imaginary part, as torch has no gradient of it else."""
+    if not whole.dtype.is_complex:
+        return recorder.emit_one(scatter, like, whole, part, *args)
+    dtype = whole.dtype.to_real()
+    halves = []
+    for half in (torch.real, torch.imag):
+        parts = [recorder.emit_one(half, TensorType(x.shape, dtype, x.requires_grad), x) for x in (whole, part)]
+        halves.append(recorder.emit_one(scatter, TensorType(like.shape, dtype, like.requires_grad), *parts, *args))
+    return recorder.emit_one(torch.complex, like, *halves)
 
 
 def _permutation(call: Call, ndim: int) -> list[int]:
@@ -215,7 +229,7 @@ def _assign_basic(recorder: Recorder, whole: IRValue, items: tuple[Arg, ...], di
     else:
         part = _assign_basic(recorder, recorder.emit_one(take.function, part_type, whole, *take.args), rest, dim + shift, new)
     like = TensorType(whole.shape, whole.dtype, whole.requires_grad or part.requires_grad)
-    return recorder.emit_one(put.function, like, whole, part, *put.args)
+    return _scattered(recorder, put.function, like, whole, part, *put.args)
 
 
 def _bounds(item: slice, size: Any) -> tuple[Any, Any, Any]:

@@ -51,6 +51,7 @@ def patched(
         stack.enter_context(_constants_readable(real_values))
         if hasattr(torch, "_check_tensor_all_with"):  # a check of values: nothing to check, nothing to compute
             stack.enter_context(replaced(torch, "_check_tensor_all_with", lambda *args, **kwargs: None))
+        stack.enter_context(replaced(torch.distributions.Distribution, "_validate_args", False))  # checks of values, too
         if "torch._dynamo" in sys.modules:  # compiled functions run as the Python they were made from
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.compiler.ir.op import Arg, IROp, RankDevice
 from shardwright.compiler.ir.value import IRValue, ValueKind
@@ -20,6 +21,9 @@ from shardwright.compiler.trace.normalise import bind
 from shardwright.compiler.trace.running_modules import RunningModules
 from shardwright.compiler.trace.source import assigned_names, location_of, user_frame
 from shardwright.runtime.errors import TraceError
+
+_PYTHON_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+"""What torch takes Python's types for where a dtype is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,13 @@ class Recorder:
         variable = self.variables.get(id(tensor))
         if variable is None:
             assert self.make_constant is not None
+            if isinstance(tensor, FakeTensor):
+                raise TraceError(
+                    "forward uses a tensor that it kept outside of the module in an earlier call",
+                    where=self.where(),
+                    why=f"its shape is {list(tensor.shape)}; it was made while the module was traced, and has no values",
+                    hint="empty the global dict or list that keeps it, and keep such tensors in attributes of the module",
+                )
             variable = self.variables[id(self.make_constant(tensor))]
         return variable
 
@@ -206,6 +217,8 @@ class Recorder:
             return arg
         if isinstance(arg, torch.SymInt | torch.SymFloat | torch.SymBool):
             return self.dynamic.size(arg)
+        if isinstance(arg, type) and arg in _PYTHON_DTYPES:
+            return _PYTHON_DTYPES[arg]
         if isinstance(arg, tuple | list):
             return tuple(self.arg(item) for item in arg)
         if isinstance(arg, slice):

@@ -20,6 +20,7 @@ from shardwright.compiler.trace.dynamic import Dynamic
 from shardwright.compiler.trace.fakes import (
     ModuleTensor,
     TraceMode,
+    caches_without_fakes,
     fake_like,
     module_tensors,
     source_value,
@@ -48,7 +49,7 @@ class Traced:
 
 def run_once(module: torch.nn.Module, arguments: Arguments, dynamic_dims: DynamicDims, name: str, *, training: bool) -> Traced:
     """Trace ``module`` in training or eval mode; the module is left as it was."""
-    with unchanged(module):
+    with unchanged(module), caches_without_fakes():
         module.train(training)
         run = _Run(module, arguments, dynamic_dims, name)
         try:

@@ -61,6 +61,8 @@ class Tracer(TorchFunctionMode):
         if is_setter(func):
             if name == "data":
                 raise self._error("forward assigns to x.data", "use x.copy_(y), or a new tensor")
+            if name == "requires_grad" and args[0].requires_grad and args[1]:  # floating inputs do already
+                return None
             return func(*args)
         if is_getter(func) and name not in _TENSOR_PROPERTIES or name in _UNRECORDED:
             return func(*args, **kwargs)
@@ -85,6 +87,13 @@ class Tracer(TorchFunctionMode):
         if func in _LITERALS and args and _is_sizes(args[0]):
             with self:
                 return _tensor_of_sizes(args[0], kwargs.get("dtype"))
+        if func is torch.autograd.grad or func is torch.Tensor.backward:
+            raise self._error(
+                f"forward calls {'torch.autograd.grad' if name == 'grad' else 'Tensor.backward'}()",
+                "put it into a function together with all it takes the gradient of, parameters as arguments, and register_op "
+                "that function",
+                "what runs in that backward is not seen, and would not be in the graph",
+            )
         if name in _GRADIENT_HOOKS:
             raise self._error(
                 f"forward calls {name}() on a tensor, which tracing would lose", "write it as a torch.autograd.Function"
@@ -141,6 +150,9 @@ class Tracer(TorchFunctionMode):
             raise self._error(f"{name}() changes one of its arguments in place", hint, "its functional form is not known")
         if not results:
             return out
+        if any(result.layout != torch.strided for result in results):
+            hint = "use index_add, scatter_add or index_select, or register_op a function that takes and returns dense tensors"
+            raise self._error(f"{name}() makes a sparse tensor", hint, "it has no dims that could be split, and cannot be sent")
         unchanged = name in _CASTS or not torch.is_grad_enabled()  # without gradients, x.contiguous() would cut those of x
         if unchanged and any(results[0] is tensor for tensor in inputs):
             return out

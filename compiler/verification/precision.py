@@ -8,17 +8,40 @@ and run models inside :func:`float64_casts`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import shardwright.compiler.api  # noqa: F401  (no table of dtypes may be made while the names are rebound)
 from shardwright.compiler.ops.registry import load_tables
 
 
-def _to_float64(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _to_float64(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return tensor.to(torch.float64, *args, **kwargs)
+
+
+def _grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor | None = None, **kwargs: Any) -> Tensor:
+    """``F.grouped_mm`` by single products of float64, which torch has no kernel for; a trace sees the call itself."""
+    if a.dtype != torch.float64 or kwargs or torch.overrides.has_torch_function((a, b, offs)):
+        return _REAL_GROUPED_MM(a, b, offs=offs, **kwargs)
+    if offs is None:
+        return a @ b
+    bounds = [0, *offs.tolist()]
+    spans = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
+    if a.ndim == 3:
+        parts = [x @ b[:, span] for x, span in zip(a, spans, strict=True)]
+        return torch.cat([*parts, b.new_zeros(a.shape[1], b.shape[1] - bounds[-1])], dim=1)
+    if b.ndim == 3:
+        parts = [a[span] @ x for x, span in zip(b, spans, strict=True)]
+        return torch.cat([*parts, a.new_zeros(a.shape[0] - bounds[-1], b.shape[2])])
+    return torch.stack([a[:, span] @ b[span] for span in spans])
+
+
+_REAL_GROUPED_MM = F.grouped_mm
 
 
 @contextlib.contextmanager
@@ -32,14 +55,17 @@ def float64_casts() -> Iterator[None]:
     load_tables()  # they know torch's functions by what their names mean now
     names = {"float32": torch.float32, "float": torch.float}
     default = torch.get_default_dtype()
+    grouped_mm = F.grouped_mm
     method = torch.Tensor.__dict__.get("float")  # None: inherited from the C base class, the normal state
     try:
         for name in names:
             setattr(torch, name, torch.float64)
         setattr(torch.Tensor, "float", _to_float64)  # noqa: B010 (a method is not assigned to, says mypy)
         torch.set_default_dtype(torch.float64)
+        setattr(F, "grouped_mm", _grouped_mm)  # noqa: B010
         yield
     finally:
+        setattr(F, "grouped_mm", grouped_mm)  # noqa: B010
         torch.set_default_dtype(default)
         if method is None:
             del torch.Tensor.float

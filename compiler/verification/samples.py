@@ -32,8 +32,14 @@ def model_in_float64(model: nn.Module) -> nn.Module:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A deep copy. Of modules with ``__slots__`` torch's own leaves out what is in them."""
+    """A deep copy. Of modules with ``__slots__`` torch's own leaves out what is in them, and it refuses tensors that were
+    computed from others (the weight of the old ``nn.utils.weight_norm``): their values are copied.
+    """
     memo: dict[int, Any] = {}
+    for part in model.modules():
+        for value in vars(part).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
     result = copy.deepcopy(model, memo)
     for part, new in zip(model.modules(), result.modules(), strict=True):
         for name in _slots(part):

@@ -106,6 +106,11 @@ def reductions() -> list[Call]:
         (torch.nanmedian, (X, 1)),
         (torch.mode, (_ints(4, 4, 6).double(),)),
         (torch.kthvalue, (X, 2, 1)),
+        (torch.quantile, (X, 0.3, 1)),
+        (torch.quantile, (X, _rand(2), 1, True)),
+        (torch.nanquantile, (X, 0.5)),
+        (torch.histc, (X,), {"bins": 4, "min": -2, "max": 2}),
+        (torch.histc, (X.detach(), 4)),
         (torch.norm, (X,), {"dim": 1}),
         (torch.Tensor.norm, (X,)),
         (torch.linalg.vector_norm, (X, 3, (1,))),
@@ -223,9 +228,11 @@ def tables() -> list[Call]:
         (F.embedding, (IDS, _randn(7, 6))),
         (F.embedding, (IDS, _randn(8, 6)), {"padding_idx": 3}),
         (F.embedding, (IDS, _randn(8, 6)), {"scale_grad_by_freq": True}),
+        (F.embedding, (IDS, _randn(8, 6)), {"sparse": True}),
         (F.embedding_bag, (IDS, _randn(8, 6))),
         (F.embedding_bag, (IDS, _randn(8, 6)), {"mode": "sum", "per_sample_weights": _randn(4, 5)}),
         (F.embedding_bag, (IDS, _randn(8, 6)), {"mode": "max"}),
+        (F.embedding_bag, (IDS, _randn(8, 6)), {"mode": "sum", "sparse": True}),
         (F.one_hot, (IDS, 8)),
         (F.embedding, (IDS, _randn(7, 6)), {"padding_idx": -1}),
     ]
@@ -471,6 +478,7 @@ def views() -> list[Call]:
         (torch.split, (x, (2, 4), 2)),
         (torch.chunk, (x, 4, 2)),  # three, which are empty on some of three ranks
         (torch.tensor_split, (x, 2, 0)),
+        (torch.tensor_split, (x, torch.tensor([1, 3]))),
         (torch.unbind, (x, 1)),
         (torch.roll, (x, 1, 1)),
         (torch.flip, (x, (1,))),
@@ -481,6 +489,51 @@ def views() -> list[Call]:
         (torch.diagonal, (square, 0, 1, 2)),
         (torch.diag_embed, (_randn(3, 4),)),
         (torch.Tensor.unfold, (x, 2, 3, 1)),
+    ]
+
+
+def fourier() -> list[Call]:
+    x, z = _randn(4, 5, 8), torch.randn(4, 5, 8, dtype=torch.complex128, generator=_GENERATOR).requires_grad_()
+    one_dim, two_dims = ("fft", "ifft", "rfft", "ihfft"), ("fft2", "ifft2", "rfft2", "ihfft2")
+    return [
+        *((getattr(torch.fft, name), (x,)) for name in (*one_dim, *two_dims)),
+        *((getattr(torch.fft, name), (z,)) for name in ("irfft", "hfft", "irfft2", "hfft2")),
+        (torch.fft.irfft, (z, 7, 1)),
+        (torch.fft.fft, (x,), {"dim": 0, "norm": "ortho"}),
+        (torch.fft.fftn, (x,), {"dim": (0, 2)}),
+        (torch.fft.irfftn, (z, (4, 6))),
+        *((getattr(torch.fft, name), (x, None, (1, 2))) for name in ("ifftn", "rfftn", "ihfftn")),
+        (torch.fft.hfftn, (z, None, (1, 2))),
+        (torch.fft.fftshift, (x, 1)),
+        (torch.fft.ifftshift, (x,)),
+        (torch.fft.fftfreq, (6,), {"dtype": torch.float64}),
+        (torch.fft.rfftfreq, (6,), {"dtype": torch.float64}),
+        (torch.stft, (_randn(3, 32), 8), {"window": _rand(8), "return_complex": True}),
+        (torch.stft, (_randn(32), 8), {"window": _rand(8), "return_complex": True}),
+        (torch.istft, (torch.view_as_complex(_randn(3, 5, 9, 2)), 8), {"window": 1 + _rand(8)}),
+    ]
+
+
+def matrices() -> list[Call]:
+    a, tall, b = _randn(4, 3, 3), _randn(4, 5, 3), _randn(4, 3, 2)
+    positive = (a @ a.mT + 5 * torch.eye(3, dtype=torch.float64)).detach().requires_grad_()
+    triangle = {"upper": True}
+    return [
+        *((getattr(torch.linalg, name), (positive,)) for name in ("cholesky", "inv", "det", "slogdet", "eigh", "eigvalsh")),
+        *((getattr(torch.linalg, name), (tall,)) for name in ("qr", "svdvals", "pinv")),
+        (torch.linalg.svd, (tall, False)),
+        (torch.inverse, (positive,)),
+        (torch.Tensor.det, (_randn(2, 4, 3, 3),)),
+        (torch.logdet, (positive,)),
+        (torch.matrix_exp, (a,)),
+        (torch.matrix_power, (a, 3)),
+        (torch.trace, (_randn(4, 4),)),
+        (torch.linalg.solve, (positive, b)),
+        (torch.linalg.solve, (positive[:1].detach(), b)),
+        (torch.linalg.solve, (positive[0].detach(), _randn(3, 4))),
+        (torch.linalg.solve, (positive[0].detach(), _randn(3))),
+        (torch.linalg.solve, (positive, _randn(4, 2, 3)), {"left": False}),
+        (torch.linalg.solve_triangular, (positive, b), triangle),
     ]
 
 
@@ -500,5 +553,7 @@ EXAMPLES: dict[str, list[Call]] = {
         losses,
         random,
         recurrent,
+        fourier,
+        matrices,
     )
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 import zoo
 from precision import float64_casts
 from torch import nn
@@ -16,6 +17,18 @@ def test_casts_mean_float64_inside() -> None:
         assert [cast.dtype for cast in casts] == [torch.float64] * 5
         assert x.float().item() == 1 / 3
         assert nn.Linear(2, 2).weight.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "shapes", [((8, 24), (2, 24, 24)), ((2, 8, 24), (24, 8)), ((8, 16), (16, 24)), ((4, 3, 24), (4, 24, 24))]
+)
+def test_products_of_groups_in_float64(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    a, b = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in shapes)
+    offs = None if a.ndim == b.ndim == 3 else torch.tensor([4, 8 if a.ndim != b.ndim else 16], dtype=torch.int32)
+    expected = F.grouped_mm(a, b, offs=offs)
+    with float64_casts():
+        found = F.grouped_mm(a.double(), b.double(), offs=offs)
+    torch.testing.assert_close(found, expected.double(), rtol=1e-5, atol=1e-5)
 
 
 def test_everything_is_restored_after_an_error_and_after_nesting() -> None:

@@ -9,7 +9,7 @@ import torch
 from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ir.size import Size, is_static
 from shardwright.compiler.ops.aliases import callables, functions
-from shardwright.compiler.ops.builder import FROZEN, RuleBuilder, dim_of, linear_sets
+from shardwright.compiler.ops.builder import FROZEN, RuleBuilder, dim_of, linear_sets, whole_rule
 from shardwright.compiler.ops.registry import define
 from shardwright.compiler.ops.rule import DimRefs, FactorRef, Localise, LocalSizes, OpRule, TensorRefs
 
@@ -94,6 +94,8 @@ def _num_chunks(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
 
 
 def _tensor_split(op: IROp) -> OpRule:
+    if len(op.operands) > 1:  # indices in a tensor: where the pieces begin is known when it runs
+        return whole_rule(op, ("input",))
     return _split(_split_bounds, unequal=not isinstance(op.arg("indices_or_sections"), int))(op)
 
 

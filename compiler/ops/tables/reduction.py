@@ -6,6 +6,7 @@ Sums and means may be split over the dims they reduce; softmax and its relatives
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from shardwright.compiler.ir.size import product
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.aliases import callables, functions, through, without
 from shardwright.compiler.ops.annotation import parse_rule
-from shardwright.compiler.ops.builder import all_dims, dim_of, linear_sets
+from shardwright.compiler.ops.builder import RuleBuilder, all_dims, dim_of, linear_sets
 from shardwright.compiler.ops.opdef import RuleMaker
 from shardwright.compiler.ops.registry import define
 from shardwright.compiler.ops.rule import OpRule, ParallelFactor, ParallelForm
@@ -146,6 +147,31 @@ def _ranked(op: IROp) -> OpRule:
 
 define("mode", "input, dim=-1, keepdim=False", "torch.mode", _ranked, *through(_PLAIN, callables("mode")))
 define("kthvalue", "input, k, dim=-1, keepdim=False", "torch.kthvalue", _ranked, *through(_PLAIN, callables("kthvalue")))
+
+
+def _quantile(op: IROp) -> OpRule:
+    """The dims are whole; a tensor of several quantiles gives the result one more dim, in front."""
+    build = RuleBuilder()
+    whole, keepdim = _dims(op), op.arg("keepdim", False)
+    source = build.tensor(op.operands[0].shape, frozen=whole)
+    left = [() if dim in whole else refs for dim, refs in enumerate(source) if keepdim or dim not in whole]
+    numbers = [build.whole(value.shape) for value in op.operands[1:]]
+    front = build.whole(op.results[0].shape[: op.results[0].ndim - len(left)])
+    return replace(build.rule([source, *numbers], [(*front, *left)]), nonempty=True)
+
+
+for _name in ("quantile", "nanquantile"):
+    _signature = "input, q, dim=None, keepdim=False, *, interpolation='linear'"
+    define(_name, _signature, f"torch.{_name}", _quantile, *through(_PLAIN, callables(_name)))
+
+
+def _histc(op: IROp) -> OpRule:
+    """Counts of pieces add up, if the bins are told and do not follow from the elements."""
+    mark = "^" if op.arg("min", 0) == op.arg("max", 0) else "+"
+    return parse_rule(annotation([names(op.operands[0].ndim, "r", mark)], [["b^"]]), op)
+
+
+define("histc", "input, bins=100, min=0, max=0", "torch.histc", _histc, *through(_PLAIN, callables("histc")))
 
 
 def _norm(op: IROp) -> OpRule:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -49,6 +51,61 @@ def test_values_of_constants_may_be_read() -> None:
             return x
 
     assert len(traced(Reads(), {"x": X}).ops) == 2
+
+
+@functools.lru_cache
+def cached_table(size: int) -> tuple[Tensor, list[Tensor]]:
+    table = torch.arange(size, dtype=torch.float64)
+    return table * 2, [table]
+
+
+@functools.cache
+def cached_numbers() -> list[int]:
+    return [1, 2]
+
+
+def test_caches_of_functions_keep_nothing_of_a_trace() -> None:
+    class Reads(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            table, (plain,) = cached_table(4)
+            return torch.dropout(x + table + plain, 0.5, self.training) * cached_numbers()[1]
+
+    traced(Reads(), {"x": X})
+    assert all(type(tensor) is Tensor for tensor in (cached_table(4)[0], *cached_table(4)[1]))
+    assert cached_numbers.cache_info().currsize == 1, "a cache without tensors is left alone"
+
+
+def test_checks_of_values_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+
+    class Samples(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            normal = torch.distributions.Normal(x, x.exp())
+            entropy = torch.distributions.Categorical(logits=x).entropy()
+            return normal.rsample() + normal.log_prob(x * 2) + entropy[:, None]
+
+    traced(Samples(), {"x": X})
+    with pytest.raises(ValueError, match="constraint"):
+        torch.distributions.Normal(X, X)
+
+
+def test_types_of_python_are_dtypes() -> None:
+    class Casts(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return x.to(int), (x * 3).sum(dtype=float), torch.zeros(2, dtype=bool)
+
+    graph = traced(Casts(), {"x": X})
+    assert [value.dtype for value in graph.outputs] == [torch.int64, torch.float64, torch.bool]
+
+
+def test_an_input_may_be_told_to_require_gradients() -> None:
+    class Asks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 1
+            x.requires_grad = True
+            return x
+
+    assert trace(Asks(), {"x": X}).outputs[0].requires_grad
 
 
 def test_factories_stay_operators_on_the_ranks_device() -> None:

@@ -155,9 +155,20 @@ def detached(x: Tensor, y: Tensor) -> Tensor:
     return h * y
 
 
+def complex_numbers(x: Tensor, y: Tensor) -> Tensor:
+    z = torch.fft.rfft(x)
+    out = torch.zeros_like(z)
+    out[:, :2] = z[:, :2] * 2
+    out[:, 3] = z[:, 0]
+    out.narrow(-1, 1, 2).mul_(3)
+    out.diagonal().add_(1)
+    return torch.fft.irfft(out, n=6) + y
+
+
 FUNCTIONS = [
     augmented, methods, argument, both_names, write_view, read_view_after_write, nested_views, split_views, diagonal,
     select_narrow, set_items, set_items_by_tensors, casting, flags, out_argument, metadata, scatter, detached,
+    complex_numbers,
 ]  # fmt: skip
 
 

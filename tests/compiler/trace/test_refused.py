@@ -104,6 +104,46 @@ def test_tensor_hooks() -> None:
     assert error_of(hooked).startswith("forward calls register_hook() on a tensor, which tracing would lose\n")
 
 
+def test_gradients_taken_in_forward() -> None:
+    def penalty(x: Tensor) -> Tensor:
+        (grad,) = torch.autograd.grad(x.sin().sum(), x, create_graph=True)
+        return grad**2
+
+    text = error_of(penalty)
+    assert text.startswith(f"forward calls torch.autograd.grad()\n  where: {__file__}:") and "register_op" in text
+
+    def backward(x: Tensor) -> Tensor:
+        x.sum().backward()
+        return x
+
+    assert error_of(backward).startswith("forward calls Tensor.backward()\n")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_sparse_tensors() -> None:
+    def multiplies(x: Tensor) -> Tensor:
+        sparse = torch.sparse_coo_tensor(torch.tensor([[0, 1], [2, 0]]), torch.ones(2, dtype=x.dtype), (3, 3))
+        return torch.sparse.mm(sparse, x)
+
+    text = error_of(multiplies)
+    assert text.startswith(f"sparse_coo_tensor() makes a sparse tensor\n  where: {__file__}:") and "index_add" in text
+    assert error_of(lambda x: x.to_sparse()).startswith("to_sparse() makes a sparse tensor\n")
+
+
+KEPT: list[Tensor] = []
+
+
+def test_a_tensor_kept_from_an_earlier_call() -> None:
+    def keeps(x: Tensor) -> Tensor:
+        KEPT[:] = KEPT or [torch.arange(4, dtype=x.dtype)]
+        return x + KEPT[0]
+
+    trace(Apply(keeps), {"x": X})
+    what = "forward uses a tensor that it kept outside of the module in an earlier call"
+    assert error_of(keeps).startswith(f"{what}\n  where: {__file__}:")
+    KEPT.clear()
+
+
 def test_data_assignment() -> None:
     def assigns(x: Tensor) -> Tensor:
         x.data = x.data + 1

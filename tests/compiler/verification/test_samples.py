@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from shardwright.compiler.verification.verify import verify
@@ -27,3 +28,12 @@ def test_a_module_with_slots() -> None:
     report = verify(model, {"x": torch.ones(2, 4)}, "dp", {"plan_ngpus": 1, "runtime_ngpus": 2})
     assert report.ok, str(report)
     assert model.mask.dtype == torch.float32, "the model is left as it was"
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_a_weight_computed_from_others() -> None:
+    model = torch.nn.Sequential(torch.nn.utils.weight_norm(torch.nn.Linear(4, 4)), torch.nn.Flatten(0))
+    model.register_forward_hook(lambda module, inputs, result: result.square().sum())
+    assert not model[0].weight.is_leaf
+    report = verify(model, {"input": torch.ones(2, 4)}, "dp", {"plan_ngpus": 1, "runtime_ngpus": 2})
+    assert report.ok, str(report)

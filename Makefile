@@ -21,6 +21,8 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist=worksteal
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
+# Test processes, and those that tests start, share bytecode: a test file's assertions are rewritten once, not in every run.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all lint clean
 

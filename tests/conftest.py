@@ -1,8 +1,10 @@
-"""Random numbers that are the same in every run, the option that renews golden files, the fixture that compares with them."""
+"""Random numbers that are the same in every run, less work for the garbage collector, the option that renews golden files, the
+fixture that compares with them."""
 
 from __future__ import annotations
 
 import difflib
+import gc
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +22,20 @@ settings.load_profile("shardwright")
 
 GOLDEN = Path(__file__).parent / "golden"
 
+# The collector would walk millions of objects of torch, transformers and pytest again and again, for a tenth of the time.
+gc.disable()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write what the golden files should be instead of comparing")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: from here on the collector looks at what tests make."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

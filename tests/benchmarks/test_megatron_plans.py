@@ -29,7 +29,10 @@ def test_never_worse_than_the_published_plan(monkeypatch: pytest.MonkeyPatch) ->
     graph = script.graph_of(case)
     _, known = script.best_known(case, graph, hardware)
     options = AutodistOptions(
-        mesh={"tp": case.tensor_ranks}, num_stages=case.pipeline_ranks, num_microbatches=case.num_microbatches
+        mesh={"tp": case.tensor_ranks},
+        num_stages=case.pipeline_ranks,
+        num_microbatches=case.num_microbatches,
+        time_limit_s=3600.0,
     )
     found = search(graph, case.config, options, hardware)
     assert found.best is not None and found.best.cost is not None

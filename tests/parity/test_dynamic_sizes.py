@@ -24,9 +24,7 @@ SIZES = [(4, 8), (6, 5), (3, 15)]
     ("name", "policy"),
     [
         ("gpt2", "tp"),
-        ("llama", "data"),
-        pytest.param("gpt2", "data", marks=pytest.mark.slow),
-        pytest.param("llama", "tp", marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt2", "data"), ("llama", "data"), ("llama", "tp"))),
     ],
 )
 def test_dynamic_batch_and_sequence(tmp_path: Path, name: str, policy: str) -> None:

@@ -36,10 +36,10 @@ from shardwright.runtime.ranks.world import World, current_world
 TINY = Effort((2, 4), 1.0, (256, 1024), (256, 4096), 1e-4, 1e-5, dtypes=(torch.float32, torch.float64))
 
 
-def measured(num_ranks: int) -> Hardware:
+def measured(num_ranks: int, effort: Effort = TINY) -> Hardware:
     if num_ranks == 1:
-        return describe(measure(current_world(), TINY))
-    results = run_ranks(num_ranks, lambda rank: measure(current_world(), TINY))
+        return describe(measure(current_world(), effort))
+    results = run_ranks(num_ranks, lambda rank: measure(current_world(), effort))
     facts = [{key: value for key, value in result.items() if key != "seconds"} for result in results]
     assert all(fact == facts[0] for fact in facts)
     return describe(results[0])
@@ -143,7 +143,7 @@ def test_collectives_are_timed_without_the_work_between_them(monkeypatch: pytest
 def test_nodes_of_a_job_become_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five ranks on two nodes: groups of equal size inside them, and one pair of ranks between for each of the smaller's."""
     monkeypatch.setattr(calibrate_module, "_node", lambda: int(current_world().rank >= 3))
-    hardware = measured(5)
+    hardware = measured(5, replace(TINY, dtypes=(torch.float32,)))
     assert [(tier.name, tier.sizes) for tier in hardware.tiers] == [("node", (3, 2)), ("network", (5,))]
     assert {(point["tier"], point["ranks"]) for point in hardware.measurements["links"]} == {("node", 2), ("network", 2)}
     assert {f"network.{kind}" for kind in COLLECTIVES} <= hardware.residuals.keys()

@@ -151,8 +151,8 @@ def test_batch_and_ranks_change_at_once(gpt: PlannableGraph) -> None:
 
 @pytest.mark.slow
 def test_a_searched_plan_trains_with_another_batch_on_other_ranks(tmp_path: Path) -> None:
-    entry, path = zoo.get("gpt2"), tmp_path / "plan.json"
-    path.write_text(plan_of(zoo_graph("gpt2", 4), "autodist", 4, mesh={"dp": 2, "tp": 2}).dumps())
+    entry, graph, path = zoo.get("gpt2"), zoo_graph("gpt2", 4), tmp_path / "plan.json"
+    path.write_text(plan_of(graph, "autodist", 4, mesh={"dp": 2, "tp": 2}, time_limit_s=3600.0).dumps())
     config = {"plan_ngpus": 8, "runtime_ngpus": 8, "pas_config": {"load_plan": str(path), "mesh": {"tp": 4}}}
     report = verify(entry.build(), entry.inputs(batch=6), "saved", config, steps=2)
     assert report.ok and report.mesh == Mesh((("dp", 2), ("tp", 4))), str(report)

@@ -29,6 +29,7 @@ from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory
 from shardwright.compiler.cost.optimizer_state import NamedOptimizer
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.module_source import in_dtype
+from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.report.diff import diff, show_diff
 from shardwright.compiler.report.page import page
@@ -69,8 +70,11 @@ def _simulate(options: argparse.Namespace) -> int:
         optimizer=optimizer, times=times, num_microbatches=options.microbatches,
     )  # fmt: skip
     print(cost.dumps() if options.json else cost)
+    if cost.peak_bytes > hardware.device.memory_bytes and not options.json:
+        print(f"does not fit: a device has {amount(hardware.device.memory_bytes, 'B')}")
     if options.html is not None:
-        text = page(graph.name, compiled.plan, cost, hardware, num_units=config.num_units)
+        stored = {found.value.fqn or found.value.name: found.layout for found in compiled.declarations}
+        text = page(graph.name, compiled.plan, cost, hardware, num_units=config.num_units, stored=stored)
         write_file(options.html, text.encode())
         print(f"page: {options.html}", file=sys.stderr if options.json else sys.stdout)
     return 0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
+from rich.console import Console
 from rich.table import Table
 
 from shardwright.compiler.cli_request import (
@@ -21,25 +21,21 @@ from shardwright.compiler.cli_request import (
 )
 from shardwright.compiler.cli_targets import load_model
 from shardwright.compiler.plan.amounts import amount
-from shardwright.compiler.plan.named import split_dim_names
 from shardwright.compiler.report.page import Section, page
 from shardwright.compiler.report.plan_tables import new_table
 from shardwright.compiler.search import PlanSearch
 from shardwright.policies.autodist.explain import (
+    MOST,
     Choice,
+    Explanation,
     Request,
-    against,
-    binding,
-    cheapest,
     explain_module,
     explain_operator,
     factor_dims,
-    levers,
-    module_binding,
-    side_by_side,
 )
-from shardwright.policies.autodist.found import Found
+from shardwright.policies.autodist.found import Candidate, Found
 from shardwright.policies.autodist.policy import save
+from shardwright.policies.autodist.what_if import against, levers, side_by_side
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.swap import write_file
 
@@ -89,7 +85,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", metavar="NAME", help="the runners-up of an operator")
     parser.add_argument("--module", metavar="PATH", help="what a module would cost split otherwise")
     parser.add_argument("--against", metavar="AXIS=N,...", help="compare with the best plan on another mesh: tp=8; pp=2,tp=4")
-    parser.add_argument("--most", type=int, default=10, metavar="N", help="rows to show (default: %(default)s)")
+    parser.add_argument("--most", type=int, default=MOST, metavar="N", help="choices to show (default: %(default)s)")
     parser.set_defaults(policy="autodist")
 
 
@@ -102,42 +98,50 @@ def _explain(options: argparse.Namespace) -> int:
     assert found.best is not None and found.best.cost is not None
     request = Request(variant.graph, variant.config, asked.options_for(variant), asked.hardware, found.best)
     console.print(f"{found.best.title}: {plan.certificate}", soft_wrap=True)
-    told = False
     if options.op is not None:
-        choices = explain_operator(request, options.op)
-        console.print(choice_table(f"Operator {options.op}", cheapest(choices, options.most)))
+        _print_choices(console, f"Operator {options.op}", explain_operator(request, options.op, options.most))
         dims = ", ".join(f"{factor} is {dim}" for factor, dim in factor_dims(variant.graph, options.op).items())
         console.print(f"Dims of its rule: {dims or 'none of the model'}", soft_wrap=True)
-        console.print(f"What binds: {binding(request, options.op, choices)}", soft_wrap=True)
-        told = True
     if options.module is not None:
-        console.print(choice_table(f"Module {options.module}", cheapest(explain_module(request, options.module), options.most)))
-        console.print(f"What binds: {module_binding(request, options.module)}", soft_wrap=True)
-        told = True
+        _print_choices(console, f"Module {options.module}", explain_module(request, options.module, options.most))
     if options.against is not None:
-        other = against(request, read_sizes(options.against))
-        table = new_table("Seconds of a step, on the rank that has most", "", found.best.title, other.title)
-        for name, left, right in side_by_side(found.best, other):
-            table.add_row(name, amount(left, "s"), amount(right, "s"))
-        assert other.cost is not None
-        table.add_row("peak memory", amount(found.best.cost.peak_bytes, "B"), amount(other.cost.peak_bytes, "B"))
-        console.print(table)
-        told = True
-    if not told:
+        console.print(comparison_table(found.best, against(request, read_sizes(options.against))))
+    if options.op is None and options.module is None and options.against is None:
         console.print(str(found.best.cost), soft_wrap=True)
-        console.print(choice_table("What would help", levers(request)))
+        console.print(choice_table("What would help, on this mesh and schedule", levers(request)))
     return 0
 
 
+def _print_choices(console: Console, title: str, told: Explanation) -> None:
+    """What could be done otherwise, and what binds."""
+    console.print(choice_table(title, told.choices))
+    if told.left_out:
+        console.print(f"and {told.left_out} more, which promise less: --most shows them", soft_wrap=True)
+    console.print(f"What binds: {told.binds}", soft_wrap=True)
+
+
 def choice_table(title: str, choices: Iterable[Choice]) -> Table:
-    """Choices with the step they allow, relative to the plan's; ``*`` marks what the plan does."""
+    """Choices with the step they allow, relative to the plan's, and their memory; ``*`` marks what the plan does."""
     listed = list(choices)
-    base = next((choice.step_s for choice in listed if choice.chosen), None)
-    table = new_table(title, "", "choice", "step", "against the plan")
+    base = next(choice.step_s for choice in listed if choice.chosen)
+    table = new_table(title, "", "choice", "step", "against the plan", "peak memory", "")
     for choice in listed:
-        fits = choice.step_s < float("inf")
-        change = f"{choice.step_s / base - 1:+.1%}" if fits and base else ""
-        table.add_row("*" if choice.chosen else "", choice.name, amount(choice.step_s, "s") if fits else "nothing fits", change)
+        if choice.step_s == float("inf"):
+            table.add_row("", choice.name, "", "", "", "no plan does this")
+            continue
+        change, peak = f"{choice.step_s / base - 1:+.1%}", amount(choice.peak_bytes, "B")
+        fits = "" if choice.fits else "does not fit"
+        table.add_row("*" if choice.chosen else "", choice.name, amount(choice.step_s, "s"), change, peak, fits)
+    return table
+
+
+def comparison_table(left: Candidate, right: Candidate) -> Table:
+    """Two plans side by side: where their time goes, and their memory."""
+    assert left.cost is not None and right.cost is not None
+    table = new_table("Time by part, on the rank with most", "", f"the plan: {left.title}", f"the best on: {right.title}")
+    for name, *seconds in side_by_side(left, right):
+        table.add_row(name, *(amount(value, "s") for value in seconds))
+    table.add_row("peak memory", amount(left.cost.peak_bytes, "B"), amount(right.cost.peak_bytes, "B"))
     return table
 
 
@@ -189,14 +193,13 @@ def _plan(options: argparse.Namespace) -> int:
         write_file(options.out, plan.dumps().encode())
         console.print(f"plan: {options.out}", soft_wrap=True)
     if options.html is not None:
-        named = replace(plan, dims=split_dim_names(graph, plan))
-        sections, facts = [candidate_section(found)], [("above the bound at most", f"{plan.certificate.gap:.2%}")]
+        sections, facts = [candidate_section(found)], [("could be saved at most", f"{plan.certificate.gap:.2%}")]
         facts += [("a step of a unit", f"{plan.batch} samples")] if plan.batch is not None else []
         facts += [("stage of ZeRO", str(plan.zero_stage))] if plan.zero_stage is not None else []
         limit_gb = asked.options.memory_limit_gb
         text = page(
             graph.name,
-            named,
+            plan,
             found.best.cost,
             asked.hardware,
             num_units=asked.config.num_units,
@@ -269,8 +272,8 @@ Options of the search are those of policy 'autodist': --set pas_config.KEY=VALUE
     shardwright explain my_models:make_gpt --plan-ngpus 8 --op lm_head --against tp=8
     shardwright explain my_models:make_gpt --plan-ngpus 8 --module transformer.h.0.mlp
 
-Searches as 'plan' does, then searches again with one thing changed: more memory, faster links, an operator or a module split in
-another way, another mesh. Every figure is that of the best plan under the change.""",
+Searches as 'plan' does, then looks for plans with one thing changed: more memory, faster links, another mesh; or, with the same
+stages and schedule, an operator or a module split in another way. Every figure is that of a plan that was audited.""",
     ),
 }
 """Name to what adds its arguments, what runs it, and its help."""

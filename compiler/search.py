@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from shardwright.compiler.module_source import in_dtype
 from shardwright.compiler.passes.fold import fold_constants
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.certified import certified
+from shardwright.compiler.plan.named import split_dim_names
 from shardwright.compiler.plan.plan import Batch, Plan
 from shardwright.compiler.trace import trace
 from shardwright.policies.autodist.batches import BATCH, batch_dims, batches
@@ -71,7 +72,8 @@ class PlanSearch:
     def settled(self, found: Found) -> SearchedPlan:
         """The best plan. Raises :class:`PlanError` if nothing fits."""
         plan = settled(found, self.config, self.hardware)
-        plan = certified(plan, self.variants.chosen(plan).graph, self.config)
+        graph = self.variants.chosen(plan).graph
+        plan = certified(replace(plan, dims=split_dim_names(graph, plan)), graph, self.config)
         dummy_args = self.dummy_args if plan.batch is None else resized(self.dummy_args, plan.batch.dims, plan.batch.samples)
         return SearchedPlan(plan, dummy_args, self.variants.chosen(plan))
 

@@ -130,7 +130,7 @@ class PlanCost:
         if self.messages:
             longest = max(self.messages, key=lambda name: self.messages[name])
             told = _exchange(self.messages[longest], self.message_bytes.get(longest))
-            lines.append(f"  messages under way: {told} from {longest}, which is most")
+            lines.append(f"  messages under way: {told} from {longest}, which is most; bytes of all ranks together")
         if self.extrapolated:
             lines.append(f"  {self.beyond}")
         return "\n".join(lines)

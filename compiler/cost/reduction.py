@@ -19,6 +19,9 @@ from shardwright.runtime.layout import ZERO, Mesh
 
 UNITS, STAGES = "units", "stages"
 
+GRADIENTS = "gradients"
+"""What the exchange of gradients is called, after what they are summed over."""
+
 ADDITION_PASSES = 3
 """Adding to a gradient reads it and what is added, and writes it."""
 
@@ -49,9 +52,9 @@ class Reduction:
 
     @property
     def name(self) -> str:
-        """``"dp+units all_reduce"``: everything that gradients are summed over."""
+        """``"dp+units gradients"``: everything that gradients are summed over."""
         axes = {axis for name, over in self.axes.items() if self.seconds[name] for axis in over}
-        return f"{'+'.join(sorted(axes, key=lambda axis: (axis == UNITS, axis)))} gradients"
+        return f"{'+'.join(sorted(axes, key=lambda axis: (axis == UNITS, axis)))} {GRADIENTS}"
 
     @classmethod
     def of(

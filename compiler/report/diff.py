@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from shardwright.compiler.cost.plan_cost import spans
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.report.plan_tables import fill_table, in_words, mesh_in_words, new_table
 from shardwright.runtime.layout import Layout
@@ -46,7 +47,7 @@ def diff(before: Plan, after: Plan) -> PlanDiff:
     """What differs between two plans of one model."""
     return PlanDiff(
         _changes(_settings(before), _settings(after)),
-        _changes(_operators(before), _operators(after)),
+        _operators(before, after),
         _changes(_tensors(before), _tensors(after)),
     )
 
@@ -78,11 +79,13 @@ def _settings(plan: Plan) -> dict[str, str]:
         settings["microbatches"] = str(plan.num_microbatches)
         for index, stage in enumerate(plan.stages):
             first = stage.first_op or "the first operator"
-            ranks = f"ranks {_ranges(stage.ranks)} as {stage.mesh}" if len(stage.ranks) > 1 else f"rank {stage.ranks[0]}"
+            ranks = f"ranks {spans(stage.ranks)} as {stage.mesh}" if len(stage.ranks) > 1 else f"rank {stage.ranks[0]}"
             settings[f"stage {index}"] = f"from {first}, on {ranks}"
         settings.update({f"actions of position {i}": text for i, text in enumerate(plan.actions)})
     if plan.zero_stage is not None:
         settings["stage of ZeRO"] = str(plan.zero_stage)
+    if plan.zero > 1:
+        settings["parameters in pieces"] = f"over {plan.zero} units"
     if plan.batch is not None:
         settings["batch of a unit"] = str(plan.batch)
     if plan.recompute:
@@ -90,13 +93,35 @@ def _settings(plan: Plan) -> dict[str, str]:
     return settings
 
 
-def _operators(plan: Plan) -> dict[str, str]:
-    told = {}
-    for op, assignment in plan.strategies.items():
-        words = [f"{axis}: {in_words(plan, op, axis)}" for axis, strategy in assignment.items() if strategy != "R"]
-        if words:
-            told[op] = ", ".join(words)
-    return told
+def _operators(before: Plan, after: Plan) -> tuple[Change, ...]:
+    """Of operators that do something else, which their strategies tell: names of dims are for people, and an edit of a
+    strategy leaves them as they were.
+    """
+    found = []
+    for op in dict.fromkeys([*before.strategies, *after.strategies]):
+        old, new = (_split(plan, op) for plan in (before, after))
+        if old == new:
+            continue
+        dims = [plan.dims.get(op, {}) for plan in (before, after)]
+        stale = any(
+            axis in dims[0] and dims[0][axis] == dims[1].get(axis) for axis in old if new.get(axis, old[axis]) != old[axis]
+        )
+        words = [_told(plan, op, chosen, by_name=not stale) for plan, chosen in ((before, old), (after, new))]
+        if words[0] == words[1]:
+            words = [_told(plan, op, chosen, by_name=False) for plan, chosen in ((before, old), (after, new))]
+        found.append(Change(op, words[0], words[1]))
+    return tuple(found)
+
+
+def _split(plan: Plan, op: str) -> dict[str, str]:
+    """What an operator does along the axes on which it is not ``R``."""
+    return {axis: strategy for axis, strategy in plan.assignment(op).items() if strategy != "R"}
+
+
+def _told(plan: Plan, op: str, chosen: Mapping[str, str], *, by_name: bool) -> str:
+    """``tp: split ffn``; as plans have it, ``tp: split:n``, where names tell nothing."""
+    words = (f"{axis}: {in_words(plan, op, axis) if by_name else strategy}" for axis, strategy in chosen.items())
+    return ", ".join(words) or "-"
 
 
 def _tensors(plan: Plan) -> dict[str, str]:
@@ -106,14 +131,3 @@ def _tensors(plan: Plan) -> dict[str, str]:
     told = {name: str(layout) for name, layout in plan.stored.items()}
     told |= {f"input {name}": str(layout) for name, layout in plan.inputs.items()}
     return told | {f"output {path or '(the result)'}": text(wish) for path, wish in plan.outputs.items()}
-
-
-def _ranges(ranks: Iterable[int]) -> str:
-    """``0-3, 8`` for 0, 1, 2, 3, 8."""
-    runs: list[tuple[int, int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], rank)
-        else:
-            runs.append((rank, rank))
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
 from jinja2 import Environment, StrictUndefined
 
 from shardwright.compiler.cost.hardware import Hardware
-from shardwright.compiler.cost.plan_cost import PlanCost, spans
+from shardwright.compiler.cost.plan_cost import PlanCost, RankCost, spans
+from shardwright.compiler.cost.rank_memory import CATEGORIES
+from shardwright.compiler.cost.reduction import GRADIENTS
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.report.pictures import Bar, Box, bars, ranks_on_machine, timeline
-from shardwright.compiler.report.plan_tables import alike_rows, axes_of, has_own_meshes, in_words, mesh_in_words
+from shardwright.compiler.report.plan_tables import (
+    alike_rows,
+    axes_of,
+    has_own_meshes,
+    in_words,
+    mesh_in_words,
+    stages_in_words,
+)
+from shardwright.runtime.layout import Layout
 
 ROWS_SHOWN = 64
 """Bars beyond that many are left out. Ranks that are alike share one."""
 
 LABEL_LENGTH = 17
 """Letters of a bar's label that there is room for."""
+
+MODULES_NAMED = 8
+"""Of those that are computed again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +54,13 @@ def page(
     *,
     num_units: int = 1,
     memory_bytes: float | None = None,
+    stored: Mapping[str, Layout] | None = None,
     facts: Iterable[tuple[str, str]] = (),
     sections: Iterable[Section] = (),
 ) -> str:
-    """The page. ``facts`` and ``sections`` come beside those that every plan has, ``sections`` before them."""
+    """The page. ``facts`` and ``sections`` come beside those that every plan has, ``sections`` before them. ``stored``: the
+    layouts of tensors by name, with those that lowering has chosen (default: those of the plan).
+    """
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=False)
     text = resources.files("shardwright.compiler.report").joinpath("templates/page.html.jinja").read_text()
     limit = hardware.device.memory_bytes if memory_bytes is None else memory_bytes
@@ -52,33 +68,39 @@ def page(
     known = [
         ("per step", amount(cost.step_s, "s")),
         ("on the fullest rank", amount(cost.peak_bytes, "B")),
-        *([("waiting in the pipeline", f"{cost.bubble:.1%}")] if plan.stages else []),
+        *([("waiting in the pipeline", f"{cost.bubble:.1%}"), *_about_stages(plan)] if plan.stages else []),
         *facts,
     ]
     return environment.from_string(text).render(
         title=f"{model}: {plan.policy} on {mesh_in_words(plan)}",
         subtitle=f"{hardware.name}{units}. Times and bytes are predicted; docs/cost-model.md says how well.",
         facts=known,
-        sections=[*sections, *_sections(plan, cost, hardware, limit)],
+        sections=[*sections, *_sections(plan, cost, hardware, limit, plan.stored if stored is None else stored)],
     )
 
 
-def _sections(plan: Plan, cost: PlanCost, hardware: Hardware, limit: float) -> list[Section]:
+def _about_stages(plan: Plan) -> list[tuple[str, str]]:
+    """The schedule, and how much it runs."""
+    counts = f"{stages_in_words(plan)}, {plan.num_microbatches} microbatch{'es' if plan.num_microbatches > 1 else ''}"
+    return [(counts, plan.schedule)]
+
+
+def _sections(plan: Plan, cost: PlanCost, hardware: Hardware, limit: float, stored: Mapping[str, Layout]) -> list[Section]:
     rows: dict[str, list[Box]] = {}
     for activity in cost.timeline:
         rows.setdefault(f"rank {activity.rank}", []).append(Box(activity.name, activity.start_s, activity.end_s))
-    memory, more_memory = _alike((m.rank, {k: float(v) for k, v in m.by_category.items() if v}) for m in cost.memory)
-    spent, more_spent = _alike((r.rank, {"computing": r.compute_s, **r.comm_s, "waiting": r.idle_s}) for r in cost.ranks)
-    stage_of = {rank: f"stage {i}" for i, stage in enumerate(plan.stages) for rank in stage.ranks}
+    held = ({key: float(m.by_category[key]) for key in CATEGORIES if m.by_category.get(key)} for m in cost.memory)
+    memory, more_memory = _alike(zip((m.rank for m in cost.memory), held, strict=True))
+    spent, more_spent = _alike((rank.rank, _parts_of_step(rank, cost.step_s)) for rank in cost.ranks)
     moments = sorted({(m.moment or "the start") for m in cost.memory})
     return [
-        Section(title="A step in time", text="One rank of each stage." if plan.stages else "", picture=timeline(rows)),
+        Section(title="A step in time", text=_about_timeline(plan), picture=timeline(rows)),
         Section(
             title="Memory at its peak",
             text=f"Reached at: {', '.join(moments[:4])}{' and others' if len(moments) > 4 else ''}.{more_memory}",
             picture=bars(memory, "B", limit=limit),
         ),
-        Section(title="Where the time goes", text=more_spent.strip(), picture=bars(spent, "s")),
+        Section(title="Where the time goes", text=f"{_about_hidden(cost)}{more_spent}".strip(), picture=bars(spent, "s")),
         Section(
             title="Communication",
             text=_about_communication(cost),
@@ -88,20 +110,74 @@ def _sections(plan: Plan, cost: PlanCost, hardware: Hardware, limit: float) -> l
         Section(
             title="Ranks on the machine",
             text=f"A frame is {hardware.tiers[0].name}." if hardware.tiers else "",
-            picture=ranks_on_machine(_places(plan), _node_size(hardware), stage_of),
+            picture=ranks_on_machine(_places(plan), _node_sizes(hardware), _stages_of_ranks(plan)),
         ),
         Section(
             title="What every operator does",
-            text="Alike layers share a row. Operators not listed are computed whole on every rank.",
+            text=_about_operators(plan),
             columns=("operator", *axes_of(plan)),
             rows=_operators(plan),
         ),
         Section(
             title="How tensors are held",
+            text="" if stored else "The model has no parameters, or nothing is said of them.",
             columns=("tensor", "layout"),
-            rows=[tuple(row) for row in alike_rows((fqn, str(layout)) for fqn, layout in plan.stored.items())],
+            rows=[tuple(row) for row in alike_rows((name, str(layout)) for name, layout in stored.items())],
         ),
     ]
+
+
+def _about_timeline(plan: Plan) -> str:
+    if not plan.stages:
+        return ""
+    several = len({stage.ranks for stage in plan.stages}) < len(plan.stages)
+    return f"One rank of each position. Numbers are microbatches.{' Paler: later stages of the rank.' if several else ''}"
+
+
+def _about_hidden(cost: PlanCost) -> str:
+    if all(_hidden_s(rank, cost.step_s) <= 0 for rank in cost.ranks):
+        return ""
+    return "Gradients are summed beside the backward: of them, what it does not hide."
+
+
+def _hidden_s(rank: RankCost, step_s: float) -> float:
+    """By how much all parts of a rank's step are longer together than it; rounding is none."""
+    seconds = rank.compute_s + rank.communication_s + rank.idle_s - step_s
+    return seconds if seconds > 1e-9 * step_s else 0.0
+
+
+def _parts_of_step(rank: RankCost, step_s: float) -> dict[str, float]:
+    """Where a step of a rank goes, in parts that add up to it. What runs beside other work counts as far as that does not hide
+    it: gradients that are summed beside the backward.
+    """
+    parts = {"computing": rank.compute_s, **rank.comm_s, "waiting": rank.idle_s}
+    hidden_s = _hidden_s(rank, step_s)
+    for name in ("waiting", *(name for name in rank.comm_s if name.endswith(GRADIENTS))):
+        taken = min(hidden_s, parts[name])
+        parts[name] -= taken
+        hidden_s -= taken
+    return {name: seconds for name, seconds in parts.items() if seconds > 0}
+
+
+def _stages_of_ranks(plan: Plan) -> dict[int, str]:
+    """``stage 1``; of a rank that runs several, ``stages 0, 3``."""
+    found: dict[int, list[int]] = {}
+    for index, stage in enumerate(plan.stages):
+        for rank in stage.ranks:
+            found.setdefault(rank, []).append(index)
+    return {rank: f"stage{'s' if len(own) > 1 else ''} {', '.join(map(str, own))}" for rank, own in found.items()}
+
+
+def _about_operators(plan: Plan) -> str:
+    where = "every rank of its stage" if plan.stages else "every rank"
+    if not any(plan.strategies.values()):
+        text = f"Every operator is computed whole on {where}."
+    else:
+        text = f"Alike layers share a row. An operator not listed is computed whole on {where}."
+    if plan.recompute:
+        first, more = ", ".join(plan.recompute[:MODULES_NAMED]), len(plan.recompute) - MODULES_NAMED
+        text += f" Computed again in the backward: {first}{f' and {more} more' if more > 0 else ''}."
+    return text
 
 
 def _communication(cost: PlanCost) -> list[tuple[str, str, str]]:
@@ -120,6 +196,10 @@ def _about_communication(cost: PlanCost) -> str:
     words = ["Of collectives, on the rank that has most: the bytes of what is summed, gathered or exchanged."] * any(
         rank.comm_s for rank in cost.ranks
     )
+    if any(name.endswith(GRADIENTS) for rank in cost.ranks for name in rank.comm_s):
+        words.append(
+            "Gradients are those of parameters: over axes, over the units that hold copies, over stages that share them."
+        )
     if cost.messages:
         words.append("Messages between stages are under way beside other work; what that does not hide is waiting.")
         words.append("Their bytes are those of all ranks together.")
@@ -160,5 +240,6 @@ def _operators(plan: Plan) -> list[tuple[str, ...]]:
     return [tuple(row) for row in alike_rows(rows)]
 
 
-def _node_size(hardware: Hardware) -> int:
-    return hardware.tiers[0].sizes[0] if hardware.tiers else 1
+def _node_sizes(hardware: Hardware) -> Sequence[int]:
+    """The devices of each group of the innermost tier."""
+    return hardware.tiers[0].sizes if hardware.tiers else (hardware.num_devices,)

@@ -14,6 +14,7 @@ PALETTE = ("#7aa6e8", "#6fbf8b", "#f2b56b", "#c79ad8", "#e58f8f", "#8fd0b4", "#b
 
 _FONT = 'font-family="ui-sans-serif, system-ui, sans-serif" font-size="12"'
 _ROW, _BAR, _LEFT = 26, 18, 120
+_BOX_WIDTH, _BOX_HEIGHT, _BOXES_PER_ROW = 112, 34, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ def timeline(rows: Mapping[str, Sequence[Box]], width: int = 960) -> str:
     boxes = [box for row in rows.values() for box in row]
     end = max((box.end for box in boxes), default=0.0) or 1.0
     scale = (width - _LEFT - 16) / end
-    others = list(dict.fromkeys(box.name for box in boxes if not _ACTION.fullmatch(box.name)))
+    others = list(dict.fromkeys(_unnumbered(box.name) for box in boxes if not _ACTION.fullmatch(box.name)))
     kinds = list(dict.fromkeys(match["kind"] for box in boxes if (match := _ACTION.fullmatch(box.name))))
     words = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
     colours = {words[kind]: ACTION_FILLS[kind] for kind in kinds}
@@ -111,11 +112,16 @@ def timeline(rows: Mapping[str, Sequence[Box]], width: int = 960) -> str:
 def _box(box: Box, top: int, scale: float, stages: Sequence[int], colours: Mapping[str, str]) -> str:
     x, size = _LEFT + box.start * scale, (box.end - box.start) * scale
     match = _ACTION.fullmatch(box.name)
-    fill, text = (colours[box.name], "") if match is None else (_paler(match, stages), match["microbatch"])
+    fill, text = (colours[_unnumbered(box.name)], "") if match is None else (_paler(match, stages), match["microbatch"])
     shown = f'<text x="{x + size / 2:.2f}" y="{top + 13}" text-anchor="middle" font-size="10">{text}</text>'
     told = f"<title>{escape(box.name)}: {amount(box.start, 's')} to {amount(box.end, 's')}</title>"
     rect = f'<rect x="{x:.2f}" y="{top}" width="{size:.2f}" height="{_BAR}" fill="{fill}" stroke="#ffffff" stroke-width="0.5"/>'
     return f"<g>{told}{rect}{shown if text and size >= 6.5 * len(text) else ''}</g>"
+
+
+def _unnumbered(name: str) -> str:
+    """``reduce bucket`` for ``reduce bucket 3``: all of them have one colour."""
+    return re.sub(r" \d+$", "", name)
 
 
 def _paler(match: re.Match[str], stages: Sequence[int]) -> str:
@@ -126,36 +132,40 @@ def _paler(match: re.Match[str], stages: Sequence[int]) -> str:
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 
 
-def ranks_on_machine(places: Sequence[str], node_size: int, stage_of: Mapping[int, str], *, most: int = 256) -> str:
-    """A box for every rank of a unit: its number and its place in the mesh, coloured by stage, a frame around each node."""
+def ranks_on_machine(places: Sequence[str], node_sizes: Sequence[int], stage_of: Mapping[int, str], *, most: int = 256) -> str:
+    """A box for every rank of a unit: its number and its place in the mesh, coloured by stage, a frame around each node.
+    ``node_sizes``: the devices of each node, of which the ranks are the first.
+    """
     shown = min(len(places), most)
-    box_width, box_height, per_row = 112, 34, 8
-    columns = min(per_row, max(1, min(node_size, shown)))
+    columns = min(_BOXES_PER_ROW, max(1, min(max(node_sizes), shown)))
     stages = list(dict.fromkeys(stage_of.get(rank, "") for rank in range(shown)))
     parts: list[str] = []
-    bottom = 0.0
-    for rank in range(shown):
-        node, place = divmod(rank, node_size)
-        rows_per_node = -(-min(node_size, shown) // columns)
-        x = 8 + (place % columns) * box_width
-        y = 8 + node * (rows_per_node * box_height + 14) + place // columns * box_height
-        if place == 0:
-            frame = f'width="{columns * box_width + 4}" height="{rows_per_node * box_height + 4}"'
-            parts.append(f'<rect x="{x - 4}" y="{y - 4}" {frame} fill="none" stroke="#999999" rx="4"/>')
-        stage = stage_of.get(rank, "")
-        fill = PALETTE[stages.index(stage) % len(PALETTE)]
-        where = places[rank]
-        told = f"<title>rank {rank}: {escape(where) or 'the only one'}{escape(f', {stage}' if stage else '')}</title>"
-        parts.append(
-            f'<g>{told}<rect x="{x}" y="{y}" width="{box_width - 4}" height="{box_height - 4}" fill="{fill}" rx="3"/>'
-            f'<text x="{x + 6}" y="{y + 13}">rank {rank}</text>'
-            f'<text x="{x + 6}" y="{y + 25}" font-size="10">{escape(where)}</text></g>'
-        )
-        bottom = max(bottom, y + box_height)
+    top, first = 8, 0
+    for size in node_sizes:
+        ranks = range(first, min(first + size, shown))
+        if not ranks:
+            break
+        rows = -(-len(ranks) // columns)
+        frame = f'width="{min(columns, len(ranks)) * _BOX_WIDTH + 4}" height="{rows * _BOX_HEIGHT + 4}"'
+        parts.append(f'<rect x="4" y="{top - 4}" {frame} fill="none" stroke="#999999" rx="4"/>')
+        for place, rank in enumerate(ranks):
+            x, y = 8 + place % columns * _BOX_WIDTH, top + place // columns * _BOX_HEIGHT
+            stage = stage_of.get(rank, "")
+            parts.append(_rank_box(rank, places[rank], stage, x, y, PALETTE[stages.index(stage) % len(PALETTE)]))
+        top, first = top + rows * _BOX_HEIGHT + 14, first + size
     if shown < len(places):
-        parts.append(f'<text x="8" y="{bottom + 20}">and {len(places) - shown} more ranks</text>')
-        bottom += 20
-    return _svg(columns * box_width + 24, round(bottom + 16), parts)
+        parts.append(f'<text x="8" y="{top + 6}">and {len(places) - shown} more ranks</text>')
+        top += 20
+    return _svg(columns * _BOX_WIDTH + 24, top + 2, parts)
+
+
+def _rank_box(rank: int, where: str, stage: str, x: int, y: int, fill: str) -> str:
+    told = f"<title>rank {rank}: {escape(where) or 'the only one'}{escape(f', {stage}' if stage else '')}</title>"
+    return (
+        f'<g>{told}<rect x="{x}" y="{y}" width="{_BOX_WIDTH - 4}" height="{_BOX_HEIGHT - 4}" fill="{fill}" rx="3"/>'
+        f'<text x="{x + 6}" y="{y + 13}">rank {rank}</text>'
+        f'<text x="{x + 6}" y="{y + 25}" font-size="10">{escape(where)}</text></g>'
+    )
 
 
 def _legend(colours: Mapping[str, str], width: int) -> tuple[str, int]:

@@ -38,7 +38,11 @@ def header(directory: Path, manifest: Manifest, plan: Plan) -> RenderableType:
         ("model", manifest.class_name),
         ("policy", plan.policy),
         ("mesh", f"{mesh_in_words(plan)}, {units} unit{'s' if units != 1 else ''}"),
-        *([("stages", _stages_in_words(plan))] if plan.stages else []),
+        *(
+            [("pipeline", f"{stages_in_words(plan)}, {plan.schedule}, {plan.num_microbatches} microbatches")]
+            if plan.stages
+            else []
+        ),
         *([("batch", f"{plan.batch} samples in a unit")] if plan.batch is not None else []),
         *([("zero", ", ".join(zero))] if zero else []),
         ("made by", f"shardwright {manifest.shardwright_version}, torch {manifest.torch_version}"),
@@ -47,11 +51,10 @@ def header(directory: Path, manifest: Manifest, plan: Plan) -> RenderableType:
     return Text("\n".join(f"{name:<8} {value}" for name, value in lines))
 
 
-def _stages_in_words(plan: Plan) -> str:
-    """``8 in 4 positions, 1f1b_interleaved, 16 microbatches``."""
-    positions = len({stage.ranks for stage in plan.stages})
-    where = f" in {positions} positions" if positions < len(plan.stages) else ""
-    return f"{len(plan.stages)}{where}, {plan.schedule}, {plan.num_microbatches} microbatches"
+def stages_in_words(plan: Plan) -> str:
+    """``8 stages in 4 positions``; ``one stage``."""
+    positions, number = len({stage.ranks for stage in plan.stages}), len(plan.stages)
+    return f"{number} stage{'s' if number > 1 else ''}{f' in {positions} positions' if positions < number else ''}"
 
 
 def tensor_table(manifest: Manifest, *, every_layer: bool) -> Table:

@@ -16,6 +16,7 @@ from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.lower_stages import lower_stages
 from shardwright.compiler.passes.recompute import mark_recompute
 from shardwright.compiler.passes.stages import stage_of_ops
+from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.bench import AUDIT, Bench
 from shardwright.policies.autodist.candidates import renamed
@@ -30,6 +31,9 @@ MAX_CORRECTIONS = 3
 
 LATE_AUDITS = 2
 """How many audits a search makes in any case that has no plan yet."""
+
+PARTS_NAMED = 4
+"""Of what takes memory, where a plan does not fit."""
 
 CORRECTION, LATE_CORRECTION = 1.05, 2.0
 """By how much of that the limit is lowered; and where time is over and nothing fits yet."""
@@ -114,7 +118,7 @@ class Audits:
             self.found.audited.sort(key=lambda candidate: candidate.step_s)
         else:
             self.found.refused[candidate.title] = too_large(cost.peak_bytes, self.space.memory_bytes)
-            self.found.least = min(self.found.least, (cost.peak_bytes, candidate.title))
+            self.found.least = min(self.found.least, least_of(cost, candidate.title))
         return cost
 
     def _mended(self, candidate: Candidate, peak_bytes: float) -> Candidate | None:
@@ -132,6 +136,13 @@ class Audits:
             elif isinstance(found, Candidate) and found.plan != candidate.plan:
                 return found
         return None
+
+
+def least_of(cost: PlanCost, title: str) -> tuple[float, str, str]:
+    """What a plan needs, its title, and what it needs most for."""
+    held = max(cost.memory, key=lambda memory: memory.peak_bytes).by_category
+    parts = (f"{name} {amount(held[name], 'B')}" for name in sorted(held, key=lambda name: -held[name])[:PARTS_NAMED])
+    return cost.peak_bytes, title, ", ".join(parts)
 
 
 def _by_fit(candidate: Candidate) -> tuple[bool, float]:

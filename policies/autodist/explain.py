@@ -1,33 +1,35 @@
-"""Why a plan looks as it does: the runners-up of an operator or a module, what a named alternative would cost, and what more
-memory or faster links would buy. Every figure is that of a plan found by the same search, not an estimate of a difference.
+"""Why a plan looks as it does: what an operator or a module could do otherwise, what that costs, and what binds.
+
+Every row is a plan that was lowered and audited: the plan of the search with this one thing done otherwise, on the same mesh,
+with the same stages, schedule and layers computed again. The rest is as the plan has it, or as the placement has it that is the
+fastest with that choice, whichever is better. So rows are comparable with each other and with the step of the plan.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardwright.compiler.cost.hardware import Hardware, Link, Tier
-from shardwright.compiler.cost.memory import program_memory
+from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.operator_file import load_times
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.strategy import strategies
-from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.check import ops_of, suggestion
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.autodist.candidates import ROLES, role_of
-from shardwright.policies.autodist.degrees import forbidden
+from shardwright.policies.autodist.auditing import Auditor
+from shardwright.policies.autodist.clock import Clock
 from shardwright.policies.autodist.found import Candidate
+from shardwright.policies.autodist.joining import joined
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.placement.constraints import allowed_strategies
-from shardwright.policies.autodist.placement.place import Placement, alternatives, in_words, place
+from shardwright.policies.autodist.placement.place import Placement, in_words, place, plan_of, runners_up
 from shardwright.policies.autodist.placer import Placer
-from shardwright.policies.autodist.policy import search
 from shardwright.policies.autodist.solver.problem import Infeasible
 from shardwright.policies.autodist.space import Wish
 from shardwright.runtime.config import ComputeConfig
@@ -36,20 +38,40 @@ from shardwright.runtime.layout import Mesh
 
 GIGABYTE = 1e9
 
-NO_LIMIT_GB = 1e9
-"""More than any device has."""
-
 TIE = 1e-9
 """Relative: seconds that differ by less are the same."""
+
+MOST = 10
+"""Choices that are audited, unless more are asked for."""
+
+NOTHING_BINDS = "nothing: no other choice listed is faster"
+
+REST_FOR_SPEED = ", the rest for speed alone"
+"""Of a choice that the plan makes too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One way to do something, and the seconds per step of the best plan that does it so; infinite where none fits."""
+    """One way to do something: the seconds per step of a plan that does it so, infinite where there is none, and the bytes of
+    its fullest rank. ``fits``: whether these are allowed. ``chosen``: of the plan itself.
+    """
 
     name: str
     step_s: float
+    peak_bytes: float = 0.0
+    fits: bool = True
     chosen: bool = False
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """``choices``: fastest first, those that do not fit among them. ``binds``: what keeps the plan from a faster one, in words:
+    constraints, the memory, or nothing. ``left_out``: how many more choices there are, which were not audited.
+    """
+
+    choices: tuple[Choice, ...]
+    binds: str
+    left_out: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,55 +94,157 @@ class Request:
     def positions(self) -> int:
         return len({stage.ranks for stage in self.best.plan.stages}) or 1
 
+    @functools.cached_property
+    def audited(self) -> Auditor:
+        """Audits plans as the search has audited the best one."""
+        count = self.options.num_microbatches or self.options.update_freq or 1
+        times, optimizer = load_times(self.options.hardware), self.options.optimizer_memory
+        return Auditor(self.graph, self.config, self.hardware, count, optimizer, times)
+
+    @functools.cached_property
+    def placer(self) -> Placer:
+        return Placer(self.graph, self.config, self.options, self.hardware, self.audited.times, clock=Clock())
+
+    def placed_at(self, op: str = "") -> int:
+        """Which of the placements an operator is in: that of its stage, or of all, where stages are alike."""
+        return stage_of_ops(self.graph, self.best.plan)[op] if op and len(self.best.placed) > 1 else 0
+
     def mesh(self, op: str = "") -> Mesh:
         """The mesh of the stage that an operator is in, or of the first one: where stages are alike, of all."""
-        plan, placed = self.best.plan, self.best.placed
-        stage = stage_of_ops(self.graph, plan)[op] if op and len(placed) > 1 else 0
-        return placed[stage].plan.mesh
+        return self.best.placed[self.placed_at(op)].plan.mesh
 
     def wish(self, op: str = "") -> Wish:
         """The placement behind the best plan, of the stage of an operator, for speed alone."""
-        mesh = self.mesh(op)
-        return Wish(mesh, tuple(range(mesh.size)), self.options.num_microbatches or self.options.update_freq or 1)
+        plan, mesh = self.best.plan, self.mesh(op)
+        ranks = plan.stages[self.placed_at(op)].ranks if plan.stages else tuple(range(mesh.size))
+        return Wish(mesh, ranks, self.audited.num_microbatches, recompute=plan.recompute)
+
+    def fastest(self, op: str, pin: Mapping[str, Mapping[str, str]] | None = None) -> Placement | None:
+        """The placement for speed alone on the mesh of an operator, some of it pinned; ``None`` where a pin leaves nothing."""
+        wanted = self.placer.request(self.wish(op))
+        if pin:
+            wanted = replace(wanted, constraints=replace(wanted.constraints, pin={**self.options.pin, **pin}))
+        try:
+            found = place(wanted, pricing=self.placer.pricing_of(wanted))
+        except PlanError:
+            return None  # the module cannot follow the pin: that is what the row says
+        return None if isinstance(found, Infeasible) else found
 
 
-def explain_operator(request: Request, name: str) -> list[Choice]:
-    """Every way to compute an operator on the mesh of the plan, each with the best placement of all the others, cheapest first.
+def explain_operator(request: Request, name: str, most: int = MOST) -> Explanation:
+    """The ways to compute an operator on the mesh of its stage: those that promise most.
 
     Raises:
         PlanError: the model has no such operator.
     """
-    found = _fastest(request, name)
-    every, planned = alternatives(found, name), _planned(request, name)
-    chosen = planned if planned in every else in_words(found.plan.strategies.get(name, {}))
-    return [Choice(words, seconds, words == chosen) for words, seconds in every.items()]
+    ops = ops_of(request.graph)
+    if name not in ops:
+        raise PlanError(f"the model has no operator {name!r}", hint=suggestion(name, ops))
+    fastest, planned = _free(request, name), _planned(request, name)
+    others = [
+        _Other(found.name, found.cost_s, functools.partial(plan_of, fastest.request, fastest.formulation, found.choice))
+        for found in runners_up(fastest, name)
+        if found.choice is not None
+    ]
+    return _explained(request, fastest, [name], planned, others, most)
 
 
-def binding(request: Request, name: str, choices: Sequence[Choice]) -> str:
-    """What keeps an operator from its fastest choice, of those of :func:`explain_operator`, in words: constraints, the memory,
-    the pipeline, or nothing.
+def explain_module(request: Request, path: str, most: int = MOST) -> Explanation:
+    """For every axis, what is computed in a module cut along another dim of the model, or not at all; as far as its operators
+    are on the mesh of the first, if stages differ.
+
+    Raises:
+        PlanError: no operator belongs to such a module.
     """
-    found, planned = _fastest(request, name), _planned(request, name)
-    words = _constrained(request, found, [name])
-    fastest, seconds = choices[0], {choice.name: choice.step_s for choice in choices}
-    if seconds.get(planned, math.inf) > fastest.step_s * (1 + TIE):
-        words.append(f"{_why_slower(request, found, [name])}; it has {planned}, and the fastest {fastest.name}")
-    return "; ".join(words) or NOTHING_BINDS
+    own = _operators_of(request.graph, path)
+    names = [name for name in own if request.placed_at(name) == request.placed_at(own[0])]
+    fastest, dims = _free(request, names[0]), request.graph.dims
+    assert dims is not None
+    others, impossible = [_Other(FASTEST, fastest.cost_s, lambda: fastest.plan)], []
+    for axis in request.mesh(names[0]).names:
+        for wish in (*sorted({dims.classes[index].name for (op, _), index in dims.factors.items() if op in names}), "R"):
+            words = f"{axis} not used" if wish == "R" else f"{axis} splits {wish}"
+            found = request.fastest(names[0], {path: {axis: wish}})
+            if found is None:
+                impossible.append(Choice(words, math.inf))
+            else:
+                others.append(_Other(words, found.cost_s, lambda plan=found.plan: plan))  # type: ignore[misc]
+    told = _explained(request, fastest, names, AS_PLANNED, others, most)
+    return replace(told, choices=(*told.choices, *impossible))
 
 
-NOTHING_BINDS = "nothing: no other choice is faster on this mesh"
+AS_PLANNED, FASTEST = "as planned", "the fastest placement"
 
 
-def module_binding(request: Request, path: str) -> str:
-    """The same of all operators of a module together, as far as they are on the mesh of the first."""
-    names = _on_one_mesh(request, path)
-    found = _fastest(request, names[0])
-    words = _constrained(request, found, names)
-    if _planned_s(request, names, found.cost_s) > found.cost_s * (1 + TIE):
-        other = sum(_planned(request, name) != in_words(found.plan.strategies.get(name, {})) for name in names)
-        count = f"{other} of its {len(names)} operators do otherwise in the fastest placement"
-        words.append(f"{_why_slower(request, found, names)}; {count}")
-    return "; ".join(words) or NOTHING_BINDS
+@dataclass(frozen=True)
+class _Other:
+    """A choice that the placement for speed alone knows: its seconds there, and its plan for the mesh."""
+
+    name: str
+    cost_s: float
+    plan: Callable[[], Plan]
+
+
+def _explained(
+    request: Request, fastest: Placement, names: Sequence[str], planned: str, others: Sequence[_Other], most: int
+) -> Explanation:
+    """The choices for some operators of one mesh, the most promising of them audited. ``planned``: what the plan is called."""
+    assert request.best.cost is not None
+    peak = request.best.cost.peak_bytes
+    rows = [Choice(planned, request.best.step_s, peak, peak <= request.memory_limit_bytes, chosen=True)]
+    waiting = sorted(others, key=lambda other: other.cost_s)
+    for other in waiting[:most]:
+        row = _audited(request, names, other)
+        if other.name not in (planned, FASTEST):
+            rows.append(row)
+        elif row.step_s < request.best.step_s * (1 - TIE):
+            rows.append(replace(row, name=f"{planned}{REST_FOR_SPEED}") if other.name == planned else row)
+    rows.sort(key=lambda row: (row.step_s, not row.chosen))
+    constrained = _constrained(request, fastest, names)
+    return Explanation(tuple(rows), "; ".join([*constrained, *_faster(request, rows)]) or NOTHING_BINDS, len(waiting[most:]))
+
+
+def _faster(request: Request, rows: Sequence[Choice]) -> list[str]:
+    """Why the plan is not as the fastest of some choices, if any is faster."""
+    faster = [row for row in rows if row.step_s < request.best.step_s * (1 - TIE)]
+    fitting = [row for row in faster if row.fits]
+    if not faster:
+        return []
+    row = (fitting or faster)[0]
+    takes = f"{row.name} takes {amount(row.step_s, 's')}, not {amount(request.best.step_s, 's')}"
+    if row.fits:
+        return [f"the search, which has not tried this: {takes}, and fits"]
+    limit = amount(request.memory_limit_bytes, "B")
+    return [f"the memory: {takes}, but {amount(row.peak_bytes, 'B')} on a device, and {limit} are allowed"]
+
+
+def _audited(request: Request, names: Sequence[str], other: _Other) -> Choice:
+    """A choice as it is audited: with operators as a plan for their mesh has them, and the rest as the plan of the search has
+    it (what they read stored as lowering finds best), or all as that plan has it; the better of both.
+    """
+    whole, placed = other.plan(), request.best.placed[request.placed_at(names[0])].plan
+    ops = ops_of(request.graph)
+    read = {value.fqn for name in names for value in ops[name].operands if value.fqn is not None}
+    alone = replace(
+        placed,
+        strategies={**placed.strategies, **{name: whole.assignment(name) for name in names}},
+        stored={fqn: layout for fqn, layout in placed.stored.items() if fqn not in read},
+    )
+    found = []
+    for plan in (whole, alone):
+        cost = request.audited(_in_place(request, names[0], plan))
+        found.append(Choice(other.name, cost.step_s, cost.peak_bytes, cost.peak_bytes <= request.memory_limit_bytes))
+    return min(found, key=lambda row: (not row.fits, row.step_s))
+
+
+def _in_place(request: Request, op: str, whole: Plan) -> Plan:
+    """The plan of the search with another placement in the stage of an operator, or in all, where stages are alike."""
+    plan, placed = request.best.plan, [found.plan for found in request.best.placed]
+    if len(placed) > 1:
+        placed[request.placed_at(op)] = whole
+        starts = [stage.first_op for stage in plan.stages[1:]]
+        whole = joined(request.graph, placed, starts, plan.schedule, plan.num_microbatches)
+    return replace(plan, strategies={**plan.strategies, **whole.strategies}, stored=whole.stored)
 
 
 def _constrained(request: Request, found: Placement, names: Sequence[str]) -> list[str]:
@@ -129,31 +253,6 @@ def _constrained(request: Request, found: Placement, names: Sequence[str]) -> li
     ops = ops_of(request.graph)
     said = Counter(f"{_left(ops[name], left)} along {axis}" for name in names for axis, left in only.get(name, {}).items())
     return [f"constraints: {words}" + (f" ({count} operators)" if count > 1 else "") for words, count in said.items()]
-
-
-def _why_slower(request: Request, found: Placement, names: Sequence[str]) -> str:
-    """Why a plan does not do what is fastest for operators: the memory, or what a pipeline asks for. ``found``: the fastest
-    placement of the mesh. Of a pipeline another search says it, for one of this shape whose memory has no limit.
-    """
-    limit, takes = amount(request.memory_limit_bytes, "B"), amount(request.best.step_s, "s")
-    if not request.best.plan.stages:
-        optimizer = request.options.optimizer_memory
-        needed = program_memory(lower(request.graph, found.plan), request.config, optimizer).peak_bytes
-        if needed > request.memory_limit_bytes:
-            return f"the memory: the fastest placement takes {amount(needed, 'B')}, and {limit} are allowed"
-        return "the plan as a whole, which is not the fastest placement of one microbatch after the other"
-    roomy = search(
-        request.graph, request.config, replace(_same_shape(request), memory_limit_gb=NO_LIMIT_GB), request.hardware
-    ).best
-    if roomy is None or roomy.cost is None or roomy.step_s >= request.best.step_s * (1 - TIE):
-        return "the pipeline, of which each stage runs beside the others: with more memory than there is it is no faster"
-    with_room = replace(request, best=roomy)
-    if all(_planned(with_room, name) == _planned(request, name) for name in names):
-        return "the pipeline, of which each stage runs beside the others: with more memory than there is it does the same here"
-    return (
-        f"the memory: if there were no limit ({limit}), such a pipeline would do otherwise here, take"
-        f" {amount(roomy.step_s, 's')} in the place of {takes}, and {amount(roomy.cost.peak_bytes, 'B')}"
-    )
 
 
 def factor_dims(graph: PlannableGraph, name: str) -> dict[str, str]:
@@ -174,13 +273,10 @@ def _left(op: IROp, left: Collection[str]) -> str:
     return f"only {', '.join(sorted(left))}" if len(left) <= len(taken) else f"not {', '.join(taken)}"
 
 
-def _fastest(request: Request, name: str) -> Placement:
-    """The placement for speed alone, on the mesh of an operator. Raises :class:`PlanError` if there is none of that name."""
-    ops = ops_of(request.graph)
-    if name not in ops:
-        raise PlanError(f"the model has no operator {name!r}", hint=suggestion(name, ops))
-    found = place(_placer(request).request(request.wish(name)))
-    assert not isinstance(found, Infeasible), "the plan itself is a placement"
+def _free(request: Request, name: str) -> Placement:
+    """The placement for speed alone, on the mesh of an operator."""
+    found = request.fastest(name)
+    assert found is not None, "the plan itself is a placement"
     return found
 
 
@@ -190,29 +286,6 @@ def _planned(request: Request, name: str) -> str:
     return in_words({axis: assignment[axis] for axis in request.mesh(name).names if assignment.get(axis, "R") != "R"})
 
 
-def explain_module(request: Request, path: str) -> list[Choice]:
-    """For every axis, what is computed in a module cut along another dim of the model, or not at all, the rest free; as the
-    plan has it; and free, too, if that is faster.
-
-    Raises:
-        PlanError: no operator belongs to such a module.
-    """
-    graph = request.graph
-    own = _operators_of(graph, path)
-    assert graph.dims is not None
-    dims = {graph.dims.classes[index].name for (name, _), index in graph.dims.factors.items() if name in own}
-    first = own[0]
-    free = _placement_s(request, {}, first)
-    planned = _planned_s(request, _on_one_mesh(request, path), free)
-    found = [Choice("as planned", planned, chosen=True)]
-    found += [Choice("fastest", free)] if planned > free else []
-    for axis in request.mesh(first).names:
-        for wish in (*sorted(dims), "R"):
-            words = f"{axis} not used" if wish == "R" else f"{axis} splits {wish}"
-            found.append(Choice(words, _placement_s(request, {path: {axis: wish}}, first)))
-    return sorted(found, key=lambda choice: (choice.step_s, not choice.chosen))
-
-
 def _operators_of(graph: PlannableGraph, path: str) -> list[str]:
     """The operators of a module, in order. Raises :class:`PlanError` if there are none."""
     own = [op.name for op in graph.ops if op.module_path == path or op.module_path.startswith(f"{path}.")]
@@ -220,147 +293,3 @@ def _operators_of(graph: PlannableGraph, path: str) -> list[str]:
         paths = sorted({op.module_path for op in graph.ops if op.module_path})
         raise PlanError(f"no operator belongs to module {path!r}", hint=suggestion(path, paths))
     return own
-
-
-def _on_one_mesh(request: Request, path: str) -> list[str]:
-    """The operators of a module that are on the mesh of its first one."""
-    own = _operators_of(request.graph, path)
-    return [name for name in own if request.mesh(name) == request.mesh(own[0])]
-
-
-def _planned_s(request: Request, names: Sequence[str], fastest_s: float) -> float:
-    """Seconds of the best placement in which operators of one mesh do what the plan has them do: ``fastest_s`` where that is as
-    fast, or cannot be placed so alone.
-    """
-    plan = request.best.plan
-    pin = {name: {axis: plan.assignment(name).get(axis, "R") for axis in request.mesh(name).names} for name in names}
-    seconds = _placement_s(request, pin, names[0])
-    return seconds if fastest_s * (1 + TIE) < seconds < math.inf else fastest_s
-
-
-def levers(request: Request) -> list[Choice]:
-    """What one more gigabyte of memory, and links of twice the rate, would buy on the mesh of the plan; and without a memory
-    limit, whether memory binds.
-    """
-    hardware, options = request.hardware, request.options
-    limit = options.memory_limit_gb or hardware.device.memory_bytes / GIGABYTE
-    fixed = _same_shape(request)
-    variants = {
-        "the plan": (fixed, hardware),
-        "one more gigabyte of memory": (replace(fixed, memory_limit_gb=limit + 1), hardware),
-        "memory without limit": (replace(fixed, memory_limit_gb=NO_LIMIT_GB), hardware),
-        "links of twice the rate": (fixed, _faster_links(hardware, 2.0)),
-    }
-    found = []
-    for name, (chosen, machine) in variants.items():
-        best = search(request.graph, request.config, chosen, machine).best
-        found.append(Choice(name, best.step_s if best else float("inf"), name == "the plan"))
-    return found
-
-
-def against(request: Request, sizes: Mapping[str, int]) -> Candidate:
-    """The best plan on a named mesh, such as ``tp=8`` or ``pp=2, tp=4``. Axes with the name of a role (``dp``, ``sp``, ``ep``,
-    ``tp``) split what that role splits.
-
-    Raises:
-        PlanError: nothing fits there, with the reasons.
-    """
-    inner = {axis: size for axis, size in sizes.items() if axis != "pp"}
-    positions = sizes.get("pp", 1)
-    if Mesh.of(sizes).size != request.config.plan_ngpus:
-        raise PlanError(
-            f"the mesh {Mesh.of(sizes)} has {Mesh.of(sizes).size} ranks",
-            why=f"plan_ngpus={request.config.plan_ngpus}",
-            hint="make the product of the sizes equal to plan_ngpus",
-        )
-    forbid = _by_role(request.graph, tuple(inner), request.options.forbid)
-    options = replace(request.options, mesh=inner, degrees={}, num_stages=positions, forbid=forbid)
-    found = search(request.graph, request.config, options, request.hardware)
-    if found.best is None:
-        reasons = "; ".join(f"{title}: {reason}" for title, reason in found.refused.items())
-        raise PlanError(f"nothing fits on the mesh {Mesh.of(sizes)}", why=reasons or None)
-    return found.best
-
-
-def _by_role(graph: PlannableGraph, axes: tuple[str, ...], given: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """What axes with a role in their name must leave alone, ``dp`` all but the batch, ``tp`` batch and sequence, besides what
-    is forbidden already.
-    """
-    assert graph.dims is not None
-    roles = dict(ROLES)
-    forbid = {dim: tuple(axes) for dim, axes in given.items()}
-    for dim in {found.name for found in graph.dims.classes}:
-        for axis in axes:
-            role = axis.rstrip("0123456789")
-            if role in roles and role_of(dim) != role:
-                forbid[dim] = (*forbid.get(dim, ()), axis)
-    return forbid
-
-
-def side_by_side(left: Candidate, right: Candidate) -> list[tuple[str, float, float]]:
-    """Where the seconds of two plans go, on the rank that has most of each: name, left, right; the largest difference first."""
-    assert left.cost is not None and right.cost is not None
-    rows = [("step", left.step_s, right.step_s)]
-    parts: dict[str, list[float]] = {}
-    for side, candidate in enumerate((left, right)):
-        assert candidate.cost is not None
-        for rank in candidate.cost.ranks:
-            for name, seconds in {"computing": rank.compute_s, **rank.comm_s, "waiting": rank.idle_s}.items():
-                pair = parts.setdefault(name, [0.0, 0.0])
-                pair[side] = max(pair[side], seconds)
-    ordered = sorted(parts.items(), key=lambda item: -abs(item[1][0] - item[1][1]))
-    return rows + [(name, a, b) for name, (a, b) in ordered if a or b]
-
-
-def _placement_s(request: Request, pin: Mapping[str, Mapping[str, str]], op: str) -> float:
-    """Seconds per step of the best placement with some of it pinned, on the mesh of the stage of an operator; infinite where a
-    pin leaves nothing.
-    """
-    placer = _placer(replace(request, options=replace(request.options, pin={**request.options.pin, **pin})))
-    try:
-        found = place(placer.request(request.wish(op)))
-    except PlanError:
-        return float("inf")  # the module cannot follow the pin: that is what the row says
-    return float("inf") if isinstance(found, Infeasible) else found.cost_s
-
-
-def _placer(request: Request) -> Placer:
-    return Placer(request.graph, request.config, request.options, request.hardware, load_times(request.options.hardware))
-
-
-def _same_shape(request: Request) -> AutodistOptions:
-    """Options that leave the search the mesh, the positions and the schedule of the plan."""
-    plan: Plan = request.best.plan
-    if len(request.best.placed) > 1:
-        return replace(request.options, num_stages=request.positions, schedule=plan.schedule, chunks=1)
-    mesh, degrees = request.mesh(), request.options.degrees
-    forbid = forbidden(request.graph, mesh, degrees, request.options.forbid)
-    options = replace(request.options, mesh=dict(mesh.axes), degrees={}, forbid=forbid, num_stages=request.positions)
-    if not plan.stages:
-        return replace(options, num_stages=None, num_microbatches=None, update_freq=request.wish().num_microbatches)
-    return replace(options, schedule=plan.schedule, chunks=len(plan.stages) // request.positions)
-
-
-def _faster_links(hardware: Hardware, factor: float) -> Hardware:
-    """The machine with all rates of its links multiplied."""
-
-    def scaled(rate: float | None) -> float | None:
-        return None if rate is None else rate * factor
-
-    def tier(item: Tier) -> Tier:
-        kinds = {name: Link(link.latency_s, link.bytes_per_s * factor) for name, link in item.kinds.items()}
-        return replace(
-            item,
-            bytes_per_s=item.bytes_per_s * factor,
-            kinds=kinds,
-            uplink_bytes_per_s=scaled(item.uplink_bytes_per_s),
-            fabric_bytes_per_s=scaled(item.fabric_bytes_per_s),
-        )
-
-    return replace(hardware, tiers=tuple(map(tier, hardware.tiers)))
-
-
-def cheapest(choices: Iterable[Choice], most: int) -> list[Choice]:
-    """The first ``most`` choices, and the chosen one wherever it stands."""
-    listed = list(choices)
-    return [choice for index, choice in enumerate(listed) if index < most or choice.chosen]

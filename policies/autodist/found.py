@@ -109,7 +109,8 @@ class Found:
     ``refused``: what was tried and why it is no candidate. ``bounds``: what was tried and is no better than others, with
     the seconds that none of it is below; ``unanswered``: the same of meshes that may have a plan and left none, as there was no
     time or nothing was found that fits; ``unbounded``: pipelines in no bound, as no split of the placements chosen fits.
-    ``least``: bytes and title of the plan that needs least among those that were audited and do not fit. ``searched``: what
+    ``least``: of the plan that needs least among those that were audited and do not fit, the bytes, the title, and what
+    most of them are for. ``searched``: what
     searches this is of, where there were several.
     """
 
@@ -119,7 +120,7 @@ class Found:
     bounds: dict[str, float] = field(default_factory=dict)
     unanswered: dict[str, float] = field(default_factory=dict)
     unbounded: list[str] = field(default_factory=list)
-    least: tuple[float, str] = (float("inf"), "")
+    least: tuple[float, str, str] = (float("inf"), "", "")
     interrupted: str | None = None
     seconds: float = 0.0
     searched: str = ""

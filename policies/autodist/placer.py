@@ -87,9 +87,13 @@ class Placer:
             optimizer=self._optimizer,
         )
 
+    def pricing_of(self, request: PlacementRequest) -> Pricing:
+        """What requests for one mesh share."""
+        return self._pricings.setdefault((request.mesh, request.ranks), Pricing(request))
+
     def __call__(self, wish: Wish) -> Placed:
         request = self.request(wish)
-        pricing = self._pricings.setdefault((wish.mesh, wish.ranks), Pricing(request))
+        pricing = self.pricing_of(request)
         found = place(request, pricing=pricing) if wish.lean is None else lean(request, wish.lean, pricing)
         if isinstance(found, Infeasible):
             raise PlanError("no placement fits", why=_too_large(found, request, pricing, wish.num_positions))
@@ -101,8 +105,7 @@ class Placer:
     def least_s(self, wish: Wish) -> float:
         """Seconds per step that no plan for a wish with memory is below; what may be computed again is as the options say."""
         request = self.request(wish)
-        pricing = self._pricings.setdefault((wish.mesh, wish.ranks), Pricing(request))
-        return least_step_s(request, pricing, again=self.options.recompute is None)
+        return least_step_s(request, self.pricing_of(request), again=self.options.recompute is None)
 
 
 def constraints_on(mesh: Mesh, graph: PlannableGraph, options: AutodistOptions) -> Constraints:

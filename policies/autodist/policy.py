@@ -86,8 +86,9 @@ def settled(found: Found, config: ComputeConfig, hardware: Hardware) -> Plan:
 
 def _least_in_words(found: Found) -> list[str]:
     """What nothing that was tried is below."""
-    num_bytes, title = found.least
-    return [f"the least of what was tried is {amount(num_bytes, 'B', digits=4)} on a device ({title})"] if title else []
+    num_bytes, title, parts = found.least
+    least = amount(num_bytes, "B", digits=4)
+    return [f"the least of what was tried is {least} on a device ({title}), most of it {parts}"] if title else []
 
 
 def search(graph: PlannableGraph, config: ComputeConfig, options: AutodistOptions, hardware: Hardware) -> Found:

@@ -33,7 +33,7 @@ from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.autodist.auditing import Auditor, Audits
+from shardwright.policies.autodist.auditing import Auditor, Audits, least_of
 from shardwright.policies.autodist.bench import TRYING_SHARE, Bench
 from shardwright.policies.autodist.candidates import Pace, divisors, inner_places, position_ranks, slower, unlikely
 from shardwright.policies.autodist.clock import Clock
@@ -409,7 +409,7 @@ class Search:
                 cost = self.audited(simple.plan)
                 title = paced_title(mesh_title(number, simple.whole.mesh, place), simple.pace) + SIMPLE
                 if cost.peak_bytes > self.space.memory_bytes:
-                    self.found.least = min(self.found.least, (cost.peak_bytes, title))
+                    self.found.least = min(self.found.least, least_of(cost, title))
                 elif cost.step_s < self.bench.beaten_s():
                     placed = replace(opening.free, plan=simple.whole)
                     self.found.audited.insert(

@@ -131,7 +131,7 @@ def _add(total: Found, found: Found, variant: Variant, time_limit_s: float) -> N
     total.others += map(variant.of, found.others)
     total.refused |= {f"{title}, {variant.title}": reason for title, reason in found.refused.items()}
     total.bounds |= {f"{title}, {variant.title}": bound for title, bound in found.bounds.items()}
-    total.least = min(total.least, (found.least[0], f"{found.least[1]}, {variant.title}"))
+    total.least = min(total.least, (found.least[0], f"{found.least[1]}, {variant.title}", found.least[2]))
     total.unbounded += [f"{title}, {variant.title}" for title in found.unbounded]
     total.unanswered |= {f"{title}, {variant.title}": bound for title, bound in found.unanswered.items()}
     if found.interrupted is not None:

@@ -50,7 +50,7 @@ def test_plan(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     plan = Plan.from_json(json.loads((tmp_path / "plan.json").read_text()))
     assert plan.policy == "autodist" and plan.certificate is not None
     page = (tmp_path / "plan.html").read_text()
-    assert "What was tried" in page and "above the bound at most" in page and "limit, 1 GB" in page
+    assert "What was tried" in page and "could be saved at most" in page and "limit, 1 GB" in page
     run(
         "verify plan_models:make --policy saved --plan-ngpus 2 --steps 1 --set use_end2end=true "
         "--set pas_config.load_plan=plan.json"
@@ -58,7 +58,9 @@ def test_plan(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_what_is_said_twice(run) -> None:  # type: ignore[no-untyped-def]
-    assert "per step on h100" in run("plan plan_models:make --plan-ngpus 2 --set pas_config.hardware=h100")
+    split = '--set pas_config.mesh={"dp":2} --set pas_config.pin={"down":{"dp":"batch"}} --out plan.json'
+    assert "per step on h100" in run(f"plan plan_models:make --plan-ngpus 2 --set pas_config.hardware=h100 {split}")
+    assert json.loads(Path("plan.json").read_text())["dims"]["down"] == {"dp": "batch"}
     assert "on h100" in run("simulate plan_models:make --policy autodist --plan-ngpus 2 --set pas_config.hardware=h100")
     assert "on h100" in run("simulate plan_models:make --policy tp --plan-ngpus 2 --hardware h100")
     assert run("plan plan_models:make --plan-ngpus 2 --hardware h100 --set pas_config.hardware=a100-80gb", expected=1) == (

@@ -180,24 +180,42 @@ def plan_of(request: PlacementRequest, formulation: Formulation, choice: Sequenc
     return Plan(request.mesh, strategies, stored, dict(request.inputs), outputs, "autodist", recompute=request.recompute)
 
 
-def alternatives(placement: Placement, op: str, *, time_limit_s: float | None = None) -> Mapping[str, float]:
-    """For every other choice of an operator, the seconds of the best plan that has it, by the choice in words; infinite where
-    there is none within the memory limit. Cheapest first.
+@dataclass(frozen=True)
+class RunnerUp:
+    """A choice of one operator in words, and the best plan that has it: its seconds, and the ``choice`` of every node; infinite
+    and ``None`` where there is none within the memory limit.
     """
+
+    name: str
+    cost_s: float
+    choice: tuple[int, ...] | None
+
+
+def runners_up(placement: Placement, op: str, *, time_limit_s: float | None = None) -> list[RunnerUp]:
+    """For every choice of an operator, the best plan that has it, cheapest first."""
     formulation = placement.formulation
     index = next(i for i, node in enumerate(formulation.nodes) if isinstance(node, OpNode) and node.op.name == op)
     node = formulation.nodes[index]
     assert isinstance(node, OpNode)
     limit = placement.request.time_limit_s if time_limit_s is None else time_limit_s
-    found: dict[str, float] = {}
+    found: list[RunnerUp] = []
     for chosen, assignment in enumerate(node.menu.assignments):
+        name = in_words(assignment)
         if chosen == placement.choice[index]:
-            found[in_words(assignment)] = placement.cost_s
+            found.append(RunnerUp(name, placement.cost_s, placement.choice))
             continue
         solution = solve(pinned(formulation.problem, index, chosen), time_limit_s=limit)
-        cost = float("inf") if isinstance(solution, Infeasible) else formulation.cost(formulation.settle(solution.choice))
-        found[in_words(assignment)] = cost
-    return dict(sorted(found.items(), key=lambda item: item[1]))
+        if isinstance(solution, Infeasible):
+            found.append(RunnerUp(name, float("inf"), None))
+        else:
+            choice = formulation.settle(solution.choice)
+            found.append(RunnerUp(name, formulation.cost(choice), tuple(choice)))
+    return sorted(found, key=lambda runner_up: runner_up.cost_s)
+
+
+def alternatives(placement: Placement, op: str, *, time_limit_s: float | None = None) -> Mapping[str, float]:
+    """The seconds of :func:`runners_up`, by the choice in words."""
+    return {found.name: found.cost_s for found in runners_up(placement, op, time_limit_s=time_limit_s)}
 
 
 def pinned(problem: Problem, node: int, choice: int) -> Problem:

@@ -45,6 +45,18 @@ def test_one_edit_is_one_change(made: tuple[PlannableGraph, Plan, Plan]) -> None
     )
 
 
+def test_an_edited_strategy_shows_though_its_name_is_the_same(made: tuple[PlannableGraph, Plan, Plan]) -> None:
+    """Nobody edits the names of dims; and plans that differ in these alone do the same."""
+    _, tp, _ = made
+    name = "transformer_h_0_mlp_c_fc_x"
+    edited = replace(tp, strategies={**tp.strategies, name: {"tp": "split:k"}})
+    (change,) = diff(tp, edited).operators
+    assert change == Change(name, f"tp: {tp.strategies[name]['tp']}", "tp: split:k") and change.before != change.after
+    summands = [replace(tp, strategies={**tp.strategies, name: {"tp": f"linear:{index}"}}, dims={}) for index in (0, 1)]
+    assert diff(*summands).operators == (Change(name, "tp: linear:0", "tp: linear:1"),)
+    assert not diff(tp, replace(tp, dims={}))
+
+
 def test_policies_differ_in_settings_and_operators(made: tuple[PlannableGraph, Plan, Plan]) -> None:
     _, tp, data = made
     found = diff(tp, data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,9 +19,9 @@ from shardwright.compiler.cost.plan_cost import PlanCost, RankCost
 from shardwright.compiler.cost.rank_memory import RankMemory
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.report.page import Section, page
+from shardwright.compiler.report.page import Section, _parts_of_step, page
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.layout import Mesh
+from shardwright.runtime.layout import Layout, Mesh
 
 MODELS = """
 import sys
@@ -87,6 +88,31 @@ def test_the_page_has_every_part_and_needs_nothing_else(policy: str) -> None:
         once = transfer_seconds(compiled.program, hardware)
         assert cost.messages == {f"stage {a} to {b}": 4 * seconds for (a, b), seconds in once.items()}
         assert PlanCost.from_json(json.loads(cost.dumps())) == cost and "messages under way: " in str(cost)
+
+
+def test_bars_of_time_add_up_to_the_step() -> None:
+    """Also where gradients are summed beside the backward."""
+    step_s, exposed = 1.0, RankCost(0, 0.9, {"tp all_reduce": 0.05, "units gradients": 0.2}, idle_s=0.05)
+    assert _parts_of_step(exposed, step_s) == pytest.approx({"computing": 0.9, "tp all_reduce": 0.05, "units gradients": 0.05})
+    waits = RankCost(0, 0.5, {"units gradients": 0.2}, idle_s=0.3)
+    assert _parts_of_step(waits, step_s) == {"computing": 0.5, "units gradients": 0.2, "waiting": 0.3}
+
+
+def test_what_the_page_says_of_stages_and_tensors() -> None:
+    """All stages of a rank, the schedule, what is computed again; and layouts that lowering chose, names as they are."""
+    graph = plans.zoo_traced("gpt2")
+    compiled = plans.compile_with(
+        graph, "pp", 2, use_end2end=True, pas_config={"schedule": "1f1b_interleaved", "chunks": 2, "num_microbatches": 4}
+    )
+    plan = replace(compiled.plan, recompute=("transformer.h.*",))
+    hardware = load_hardware("a100-80gb", 2)
+    cost = PlanCost("a100-80gb", 1.0, (), ())
+    text = page("GPT-2", plan, cost, hardware, stored={"a<b>&c.weight": Layout.parse("[64/tp]")})
+    read = Reader(text)
+    assert {"rank 0: pp 0, stages 0, 2", "4 stages in 2 positions, 4 microbatches", "1f1b_interleaved"} <= set(read.texts)
+    assert "One rank of each position. Numbers are microbatches. Paler: later stages of the rank." in read.texts
+    told = "Every operator is computed whole on every rank of its stage. Computed again in the backward: transformer.h.*."
+    assert told in read.texts and "a&lt;b&gt;&amp;c.weight" in text and "<b>" not in text.split("How tensors are held")[1]
 
 
 def test_alike_ranks_share_a_bar() -> None:

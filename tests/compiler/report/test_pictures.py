@@ -77,9 +77,28 @@ def test_colours_tell_the_stages_of_a_rank_apart() -> None:
     assert first == second and len(first) == 1, "where each rank has one stage, all look alike"
 
 
+def test_parts_that_are_numbered_share_a_colour() -> None:
+    boxes = [Box("forward", 0.0, 1.0), *(Box(f"reduce bucket {index}", 1.0 + index, 2.0 + index) for index in range(9))]
+    picture = timeline({"rank 0": boxes})
+    rects = [g.find(f"{SVG}rect") for g in ElementTree.fromstring(picture).iter(f"{SVG}g")]
+    assert len({rect.attrib["fill"] for rect in rects if rect is not None}) == 2
+    assert texts(picture)[:3] == ["forward", "reduce bucket", "rank 0"]
+
+
 def test_every_rank_has_a_box_with_its_place() -> None:
     places = [f"pp {rank // 4}, tp {rank % 4}" for rank in range(8)]
-    picture = ranks_on_machine(places, 4, {rank: f"stage {rank // 4}" for rank in range(8)})
+    picture = ranks_on_machine(places, (4, 4), {rank: f"stage {rank // 4}" for rank in range(8)})
     titles = [e.text for e in ElementTree.fromstring(picture).iter(f"{SVG}title")]
     assert titles[5] == "rank 5: pp 1, tp 1, stage 1" and len(titles) == 8
-    assert "and 44 more ranks" in texts(ranks_on_machine([f"tp {rank}" for rank in range(300)], 8, {}))
+    assert "and 44 more ranks" in texts(ranks_on_machine([f"tp {rank}" for rank in range(300)], (8,) * 40, {}))
+
+
+def test_frames_are_of_the_size_of_each_node() -> None:
+    """Nodes may be uneven, and the last may be used in part."""
+    root = ElementTree.fromstring(ranks_on_machine([f"tp {rank}" for rank in range(6)], (3, 1, 4), {}))
+    frames = [rect for rect in root.findall(f"{SVG}rect") if rect.attrib["fill"] == "none"]
+    tops = {text.text: float(text.attrib["y"]) for text in root.iter(f"{SVG}text")}
+    assert [frame.attrib["width"] for frame in frames] == ["340", "116", "228"]
+    in_frames = [float(frame.attrib["y"]) for frame in frames]
+    nodes = [sum(tops[f"rank {rank}"] > top for top in in_frames) for rank in range(6)]
+    assert nodes == [1, 1, 1, 2, 3, 3]

@@ -50,9 +50,9 @@ def test_the_page_of_a_plan_whose_stages_differ() -> None:
 def test_what_inspect_begins_with() -> None:
     manifest = Manifest("digest", "Model", MIXED.mesh, "autodist", {}, {})
     lines = str(header(Path("files"), manifest, MIXED)).splitlines()
-    assert lines[2:4] == ["mesh     tp=2 | one rank, 1 unit", "stages   2, 1f1b, 2 microbatches"]
+    assert lines[2:4] == ["mesh     tp=2 | one rank, 1 unit", "pipeline 2 stages, 1f1b, 2 microbatches"]
     twice = replace(MIXED, stages=(*MIXED.stages, replace(MIXED.stages[0], first_op="last")))
-    assert "stages   3 in 2 positions" in str(header(Path("files"), manifest, twice))
+    assert "pipeline 3 stages in 2 positions" in str(header(Path("files"), manifest, twice))
 
 
 def test_operators_along_the_axes_of_the_stages() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.verification.verify import verify
-from shardwright.policies.autodist.explain import Request, binding, explain_operator, factor_dims
+from shardwright.policies.autodist.explain import NOTHING_BINDS, Request, explain_operator, factor_dims
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.policy import search
 from shardwright.runtime.config import ComputeConfig
@@ -55,10 +55,10 @@ def test_the_sequence_is_split_where_that_is_fastest(is_causal: bool) -> None:
     request = Request(model, config_of(4), options, slow_machine(4), best)
     (attention,) = [op.name for op in model.ops if op.target == "scaled_dot_product_attention"]
     assert factor_dims(model, attention)["q"] == "seq"
-    choices = explain_operator(request, attention)
-    assert [choice.name for choice in choices if choice.chosen] == ["sp=split:q"]
-    assert min(choice.step_s for choice in choices if not choice.chosen) > best.step_s
-    assert binding(request, attention, choices) == "nothing: no other choice is faster on this mesh"
+    told = explain_operator(request, attention)
+    assert [choice.name for choice in told.choices if choice.chosen] == ["sp=split:q"]
+    assert min(choice.step_s for choice in told.choices if not choice.chosen) > best.step_s
+    assert told.binds == NOTHING_BINDS
 
 
 @pytest.mark.parametrize(

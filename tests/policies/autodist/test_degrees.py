@@ -12,9 +12,10 @@ from shardwright.compiler.plan.named import split_dim_names
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.candidates import role_of
 from shardwright.policies.autodist.degrees import check_degrees, meshes_with
-from shardwright.policies.autodist.explain import Request, levers
+from shardwright.policies.autodist.explain import Request
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.policy import search
+from shardwright.policies.autodist.what_if import levers
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
 

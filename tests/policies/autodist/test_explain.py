@@ -5,24 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 import plans
-import pytest
 from planning import slow_machine
 
-from shardwright.policies.autodist import explain
+from shardwright.policies.autodist.auditing import Auditor
 from shardwright.policies.autodist.explain import (
+    NOTHING_BINDS,
+    Choice,
+    Explanation,
     Request,
-    binding,
     explain_module,
     explain_operator,
     factor_dims,
-    module_binding,
 )
-from shardwright.policies.autodist.found import Found
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.policy import search
 from shardwright.runtime.config import ComputeConfig
 
 CONFIG = ComputeConfig(plan_ngpus=4, runtime_ngpus=4)
+PIPELINE = {"mesh": {"dp": 2}, "num_stages": 2, "num_microbatches": 2, "schedule": "1f1b"}
 
 
 def request_of(config: ComputeConfig = CONFIG, **options: object) -> Request:
@@ -33,64 +33,89 @@ def request_of(config: ComputeConfig = CONFIG, **options: object) -> Request:
     return Request(graph, config, chosen, machine, best)
 
 
-def told(request: Request, op: str) -> str:
-    return binding(request, op, explain_operator(request, op))
+def pipeline(**options: object) -> Request:
+    return request_of(replace(CONFIG, use_end2end=True), **PIPELINE, **options)
+
+
+def planned(told: Explanation) -> Choice:
+    (row,) = [choice for choice in told.choices if choice.chosen]
+    return row
 
 
 def test_nothing_binds() -> None:
     request = request_of()
-    assert {told(request, op.name) for op in request.graph.ops} == {"nothing: no other choice is faster on this mesh"}
+    assert {explain_operator(request, op.name, most=2).binds for op in request.graph.ops} == {NOTHING_BINDS}
 
 
 def test_constraints_bind() -> None:
-    assert told(request_of(pin={"down": {"dp": "G"}}), "down") == "constraints: only G along dp"
-    forbidden = told(request_of(forbid={"batch": ("dp",)}), "down")
+    assert explain_operator(request_of(pin={"down": {"dp": "G"}}), "down").binds == "constraints: only G along dp"
+    forbidden = explain_operator(request_of(forbid={"batch": ("dp",)}), "down").binds
     assert forbidden.startswith("constraints: not split:") and forbidden.endswith(" along dp")
 
 
-def test_a_plan_that_is_not_the_fastest_placement() -> None:
-    """What is marked is what the plan does, and why it does is said: the memory if the fastest placement has no room."""
+def test_a_plan_that_is_not_the_fastest() -> None:
+    """What is marked is the plan, with its own step, and why it is not another is said: the memory if that has no room."""
     slower = request_of(pin={"down": {"dp": "G"}})
     small = replace(slower, options=AutodistOptions(mesh={"dp": 4}, memory_limit_gb=1e-6))
-    text = told(small, "down")
-    assert text.startswith("the memory: the fastest placement takes ") and "it has dp=G, and the fastest dp=split:" in text
-    assert [choice.name for choice in explain_operator(small, "down") if choice.chosen] == ["dp=G"]
+    told = explain_operator(small, "down")
+    assert told.binds.startswith("the memory: dp=split:") and told.binds.endswith(" on a device, and 1 kB are allowed")
+    assert (planned(told).name, planned(told).step_s) == ("dp=G", slower.best.step_s)
+    assert not any(choice.fits for choice in told.choices)
     large = replace(slower, options=AutodistOptions(mesh={"dp": 4}))
-    assert told(large, "down").startswith("the plan as a whole, which is not the fastest placement")
+    told = explain_operator(large, "down")
+    assert told.binds.startswith("the search, which has not tried this: dp=split:") and told.binds.endswith(", and fits")
+    assert told.choices[0].step_s < planned(told).step_s and all(choice.fits for choice in told.choices)
 
 
 def test_what_binds_a_module() -> None:
     request = request_of()
-    (path, *_) = {op.module_path for op in request.graph.ops if op.name == "down"}
-    assert module_binding(request, path) == "nothing: no other choice is faster on this mesh"
+    told = explain_module(request, "down")
+    assert told.binds == NOTHING_BINDS and told.choices[0].chosen and "dp splits batch" in {c.name for c in told.choices}
     pinned = request_of(pin={"down": {"dp": "G"}})
-    assert module_binding(pinned, path) == "constraints: only G along dp"
+    assert explain_module(pinned, "down").binds.startswith("constraints: only G along dp")
     small = replace(pinned, options=AutodistOptions(mesh={"dp": 4}, memory_limit_gb=1e-6))
-    text = module_binding(small, path)
-    assert text.startswith("the memory: the fastest placement takes ") and text.endswith(
-        " and 1 kB are allowed; 1 of its 1 operators do otherwise in the fastest placement"
-    )
-    rows = {choice.name: choice.step_s for choice in explain_module(small, path)}
-    assert rows["fastest"] == explain_module(request, path)[0].step_s < rows["as planned"]
+    told = explain_module(small, "down")
+    assert told.binds.startswith("the memory: ")
+    rows = {choice.name: choice.step_s for choice in told.choices}
+    assert rows["the fastest placement"] == request.best.step_s < rows["as planned"] == pinned.best.step_s
 
 
-def test_memory_and_schedule_are_told_apart_in_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another search for such a pipeline, with all the memory it could want."""
-    config = replace(CONFIG, use_end2end=True)
-    shape = {"mesh": {"dp": 2}, "num_stages": 2, "num_microbatches": 2, "schedule": "1f1b"}
-    pinned = request_of(config, **shape, pin={"down": {"dp": "G"}})
-    assert pinned.best.plan.stages
-    small = replace(pinned, options=AutodistOptions(**shape, memory_limit_gb=0.001))  # type: ignore[arg-type]
-    text = told(small, "down")
-    assert text.startswith("the memory: if there were no limit (1 MB), such a pipeline would do otherwise here, take ")
-    assert " in the place of " in text and "; it has dp=G, and the fastest dp=split:" in text
-    assert module_binding(small, "down").startswith("the memory: if there were no limit (1 MB)")
-    monkeypatch.setattr(explain, "search", lambda *request: Found(audited=[pinned.best]))
-    pipeline = "the pipeline, of which each stage runs beside the others: with more memory than there is it is no faster"
-    assert told(small, "down").startswith(f"{pipeline}; it has dp=G")
-    faster = replace(pinned.best, cost=replace(pinned.best.cost, step_s=pinned.best.step_s / 2))  # type: ignore[type-var]
-    monkeypatch.setattr(explain, "search", lambda *request: Found(audited=[faster]))
-    assert "with more memory than there is it does the same here; " in told(small, "down")
+def test_figures_of_a_pipeline_are_of_that_pipeline() -> None:
+    """Of the plan its own step, of the others no more than if this one operator did so; not those of the whole model on the
+    ranks of one stage, which are about twice as long.
+    """
+    request = pipeline()
+    plan = request.best.plan
+    assert plan.stages
+    audited = Auditor(request.graph, request.config, request.hardware, 2)
+    for op in ("up", "down"):
+        told = explain_operator(request, op, most=100)
+        assert planned(told).step_s == request.best.step_s == audited(plan).step_s and told.left_out == 0
+        others = {choice.name: choice.step_s for choice in told.choices if not choice.chosen}
+        assert len(others) > 2
+        for name, seconds in others.items():
+            assignment = dict(part.split("=") for part in name.split()) if name != "R" else {}
+            stored = {fqn: layout for fqn, layout in plan.stored.items() if not fqn.startswith(f"{op}.")}
+            alone = replace(plan, strategies={**plan.strategies, op: assignment}, stored=stored)
+            assert seconds <= audited(alone).step_s * (1 + 1e-9)
+        assert planned(told).step_s < min(others.values()) < 1.5 * request.best.step_s
+        assert planned(explain_module(request, op)).step_s == request.best.step_s
+
+
+def test_layers_that_are_computed_again_are_in_the_figures() -> None:
+    again, not_again = pipeline(recompute=["middle"]), pipeline()
+    assert again.best.plan.recompute == ("middle",) and again.best.step_s > not_again.best.step_s
+    told, other = (explain_operator(request, "down") for request in (again, not_again))
+    assert planned(told).step_s == again.best.step_s
+    (worst, without) = (max(choice.step_s for choice in found.choices) for found in (told, other))
+    assert worst > without
+
+
+def test_what_promises_less_is_counted() -> None:
+    request = request_of()
+    every, some = (explain_operator(request, "down", most=most) for most in (100, 2))
+    assert len(some.choices) + some.left_out in (len(every.choices), len(every.choices) + 1) and some.left_out > 0
+    assert planned(some) == planned(every)
 
 
 def test_factors_by_the_dims_of_the_model() -> None:
@@ -99,4 +124,4 @@ def test_factors_by_the_dims_of_the_model() -> None:
     dims = factor_dims(graph, "down")
     assert "batch" in dims.values() and all(graph.dims.named(name) for name in dims.values())
     (factor,) = [factor for factor, dim in dims.items() if dim == "batch"]
-    assert f"dp=split:{factor}" in {choice.name for choice in explain_operator(request_of(), "down")}
+    assert f"dp=split:{factor}" in {choice.name for choice in explain_operator(request_of(), "down").choices}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.hardware import load_hardware
+from shardwright.compiler.cost.rank_memory import CATEGORIES
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.verification.verify import verify
 from shardwright.policies.autodist.found import Found
@@ -53,8 +54,10 @@ def test_the_least_that_is_said_is_enough_and_less_is_not(name: str, num_ranks: 
     config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=True)
     with pytest.raises(PlanError) as refusal:
         settled(below, config, hardware)
-    said = f"the least of what was tried is {amount(below.least[0], 'B', digits=4)} on a device ({below.least[1]})"
-    assert refusal.value.why is not None and refusal.value.why.startswith(said)
+    said = f"the least of what was tried is {amount(below.least[0], 'B', digits=4)} on a device ({below.least[1]}), most of it "
+    assert refusal.value.why is not None and refusal.value.why.startswith(said + below.least[2])
+    parts = [part.split()[0] for part in below.least[2].split(", ")]
+    assert len(parts) == 4 and set(parts) < set(CATEGORIES)
     assert 0.95 * least_bytes < below.least[0] <= 1.05 * least_bytes
 
 

@@ -14,17 +14,11 @@ from plans import annotated, zoo_graph
 from shardwright.compiler.trace import trace
 from shardwright.compiler.verification.verify import verify
 from shardwright.policies.autodist.candidates import stage_sizes
-from shardwright.policies.autodist.explain import (
-    Request,
-    against,
-    explain_module,
-    explain_operator,
-    levers,
-    side_by_side,
-)
+from shardwright.policies.autodist.explain import Request, explain_module, explain_operator
 from shardwright.policies.autodist.found import Found
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.policy import apply, search, settled
+from shardwright.policies.autodist.what_if import against, levers, side_by_side
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
 
@@ -85,12 +79,13 @@ def test_plans_whose_stages_differ_are_explained() -> None:
     assert found.best is not None
     options = AutodistOptions(num_microbatches=8, schedule="1f1b", time_limit_s=1e3)
     asked = Request(zoo_graph("gpt2"), config_of(5), options, slow_machine(5, bytes_per_s=1e7), found.best)
-    head = explain_operator(asked, "lm_head")
+    head = explain_operator(asked, "lm_head").choices
     assert {"tp=split:n", "tp=split:k", "tp=G", "R"} < {choice.name for choice in head}
     assert [choice.name for choice in head if choice.chosen] == ["tp=split:n"] and head[0].chosen
+    assert head[0].step_s == found.best.step_s < head[1].step_s
     first = next(op.name for op in asked.graph.ops if op.module_path.startswith("transformer.h.0"))
-    assert [(choice.name, choice.chosen) for choice in explain_operator(asked, first)] == [("R", True)]
-    module = explain_module(asked, "lm_head")
+    assert [(choice.name, choice.chosen) for choice in explain_operator(asked, first).choices] == [("R", True)]
+    module = explain_module(asked, "lm_head").choices
     assert module[0].name == "as planned" and "tp splits vocab" in [choice.name for choice in module]
     levers_s = {choice.name: choice.step_s for choice in levers(asked)}
     assert levers_s["the plan"] == pytest.approx(found.best.step_s, rel=1e-9)

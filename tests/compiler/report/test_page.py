@@ -11,6 +11,7 @@ import plans
 import pytest
 import zoo
 
+from shardwright.compiler import cli_plans
 from shardwright.compiler.cli import main
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.hardware import load_hardware
@@ -136,5 +137,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert main([*request, "--json"]) == 0
     cost = PlanCost.from_json(json.loads(capsys.readouterr().out))
     assert cost.step_s > 0 and len(cost.memory) == 2
+    machine = load_hardware("h100", 2)
+    small = replace(machine, device=replace(machine.device, memory_bytes=1000.0))
+    monkeypatch.setattr(cli_plans, "load_hardware", lambda name, num_devices: small)
+    assert main(request) == 0 and capsys.readouterr().out.endswith("\ndoes not fit: a device has 1 kB\n")
+    monkeypatch.setattr(cli_plans, "load_hardware", load_hardware)
     assert main([*request[:-1], "h1000"]) == 1
     assert "h100" in capsys.readouterr().err

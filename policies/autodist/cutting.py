@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -20,8 +21,9 @@ from shardwright.policies.autodist.predicting import Prediction
 from shardwright.policies.autodist.space import Space
 from shardwright.policies.autodist.stages.blocks import Costs, block_costs, operator_times
 from shardwright.policies.autodist.stages.chain import Part, block_starts, layer_blocks, layer_parts, layer_pattern
-from shardwright.policies.autodist.stages.menu import Block, Menu
+from shardwright.policies.autodist.stages.menu import Block, Menu, Tables
 from shardwright.policies.autodist.stages.messages import Messages, RanksOf
+from shardwright.policies.autodist.stages.scheduled import Chains, Least, least_step_s
 from shardwright.policies.autodist.stages.split import InFlight, NoFit, NoGain, Split, may_take_less, split_stages
 from shardwright.policies.autodist.stages.walk import Walk
 from shardwright.policies.autodist.words import again_in_words, paced_title, stages_title
@@ -44,6 +46,7 @@ class Cutter:
         self._messages: dict[tuple[tuple[Walk, ...], tuple[int, ...]], Messages] = {}
         self._costs: dict[tuple[Walk, tuple[int, ...], bool], Costs] = {}
         self._fine: dict[tuple[Walk, int], list[int]] = {}
+        self._waits: dict[tuple[Pace, int], Chains] = {}  # by schedule and number of positions
 
     @functools.cached_property
     def _by_layer(self) -> tuple[list[int], dict[int, str]]:
@@ -77,6 +80,27 @@ class Cutter:
         config = attempt.offers[0].walk.setting.config
         bound = min(bounds) * left_in_bound(config, attempt.num_positions, attempt.pace.chunks, self.space.num_microbatches)
         return NoGain(bound) if best is None else replace(best, split_bound_s=bound)
+
+    def scheduled_bound_s(self, attempt: Attempt, enough_s: float, is_over: Callable[[], bool]) -> float:
+        """Seconds that no cut of an attempt with one offer takes less than, as its stages wait for one another on its schedule.
+        No better bound is looked for than ``enough_s``.
+        """
+        (offer,), pace, count = attempt.offers, attempt.pace, self.space.num_microbatches
+        schedule = generate(pace.schedule, attempt.num_positions, count, pace.chunks)
+        if (key := (pace, attempt.num_positions)) not in self._waits:
+            self._waits[key] = Chains(schedule)
+        holds, size = _in_flight(attempt.num_positions, pace, count), schedule.num_stages
+        share = left_in_bound(offer.walk.setting.config, attempt.num_positions, pace.chunks, count)
+        found = []
+        for starts, layers in self._chains(offer.walk, size):
+            (menu,) = self._menus(attempt, [self._costs_of(offer.walk, starts, layers)])
+            tables = Tables(menu, count, False)
+            relief = self._messages_of(attempt, starts).relief_by_side_s(0)
+            inputs_s, counts = _inputs_s(offer.walk, starts), [holds(size - index) for index in range(size)]
+            least = Least(tables, relief, inputs_s, counts, self.space.memory_bytes)
+            bound = least_step_s(self._waits[key], least, enough_s / share, is_over)
+            found.append(share * bound)
+        return min(found)
 
     def leanest(self, attempt: Attempt) -> Candidate | None:
         """The stages that take least memory by the model of stages, whether they fit or not."""
@@ -213,6 +237,16 @@ class Cutter:
         return Candidate(
             title, plan, predicted_s, placed, split.bound_s, modelled_s=split.cost_s, used_bytes=used, attempt=attempt
         )
+
+
+def _inputs_s(walk: Walk, starts: Sequence[int]) -> list[float]:
+    """By block, the least seconds of its backward that a stage which gets values needs for their gradients: those behind the
+    first block, of which all that a later stage gets is made.
+    """
+    if len(starts) == 1:
+        return [0.0]
+    sums = [walk.backward_parts(starts[1], stop)[0] for stop in (*starts[1:], len(walk.backward_s))]
+    return [0.0, *(after - before for before, after in itertools.pairwise(sums))]
 
 
 def _as_good_as(menus: Sequence[Menu], num_devices: int) -> Menu:

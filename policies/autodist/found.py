@@ -142,5 +142,11 @@ class Found:
     @property
     def bound_s(self) -> float:
         """No plan of the space takes less, as far as placements have been bounded."""
-        bounds = [candidate.bound_s for candidate in (*self.audited, *self.others)]
-        return min([*bounds, *self.bounds.values(), *self.unanswered.values()], default=float("inf"))
+        return self.least_bounded[0]
+
+    @property
+    def least_bounded(self) -> tuple[float, str]:
+        """The least of all bounds, and the title of what has it."""
+        bounds = [(candidate.bound_s, candidate.title) for candidate in (*self.audited, *self.others)]
+        bounds += [(bound, title) for title, bound in (*self.bounds.items(), *self.unanswered.items())]
+        return min(bounds, key=lambda item: item[0], default=(float("inf"), ""))

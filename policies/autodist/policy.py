@@ -175,10 +175,13 @@ def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificat
         proof += f"; searched one by one: {found.searched}"
     if found.interrupted is not None:
         proof += f"; the search was ended by {found.interrupted}: meshes that it did not come to are not in the bound"
+    least_s, least = found.least_bounded
+    if least_s < best.bound_s:
+        proof += f"; what the bound is of: {least}"
     tried = [f"{c.title}: {amount(c.step_s, 's', digits=6)}, at least {amount(c.bound_s, 's', digits=6)}" for c in found.tried]
     tried += [f"{title}: none of them takes less than {amount(bound, 's', digits=6)}" for title, bound in found.bounds.items()]
     tried += [f"{title}: {reason}" for title, reason in found.refused.items()]
-    bound_s, sharing = min(found.bound_s, best.step_s), hardware.device.sharing
+    bound_s, sharing = min(least_s, best.step_s), hardware.device.sharing
     if sharing is not None:
         bound_s /= sharing.speed(1)
         proof += "; times are those of ranks that all compute, and no rank is faster than with a core for itself"

@@ -14,6 +14,7 @@
     for every number of stages: cut the chain again, where each stage may choose its placement   (mixing.py, messages.py)
     audit the plans of the simple policies that may still be better                       (simple.py)
     the best that fits the memory is the answer
+    bound better what might still be better, as far as bounds tell               (tightening.py: pipelines, by their schedules)
 
 Costs that decide are audited ones. What the search covers exactly and what it restricts is in the certificate: placements are
 the best for the whole model, and stages choose between those that were offered.
@@ -43,6 +44,7 @@ from shardwright.policies.autodist.mixing import Mixing
 from shardwright.policies.autodist.simple import SIMPLE, SIMPLE_SLACK, simple_plans
 from shardwright.policies.autodist.space import Least, Placed, Placer, Space, Wish
 from shardwright.policies.autodist.sparing import Sparing
+from shardwright.policies.autodist.tightening import tighten
 from shardwright.policies.autodist.wishes import wishes
 from shardwright.policies.autodist.words import mesh_title, paced_title
 from shardwright.runtime.config import ComputeConfig
@@ -117,6 +119,10 @@ class Search:
             if self.found.best is None and not self.found.refused:
                 raise
         self._bound_unanswered()
+        try:
+            tighten(self.bench)
+        except KeyboardInterrupt:
+            self.found.interrupted = INTERRUPT
         self.found.seconds = self.clock.seconds
         return self.found
 

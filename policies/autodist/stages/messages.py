@@ -106,7 +106,6 @@ class Messages:
         self._at: dict[tuple[int, int, int], Boundary] = {}
         self._fits: dict[tuple[int, int], bool] = {}
         self._adapters: dict[tuple[int, int | None], Array] = {}
-        self._relief: dict[int, Array] = {}
         self._seconds: dict[Hashable, float] = {}
         self._copies: dict[Hashable, Array] = {}
 
@@ -122,11 +121,17 @@ class Messages:
 
     def relief_s(self, menu: int) -> Array:
         """What the boundaries before and after a stage can save of its adapters."""
-        if menu not in self._relief:
-            taken = [self._taken(before, menu).sum(axis=-1) for before in range(len(self.walks))]
-            sent = np.minimum(self._sent(menu).sum(axis=-1), 0.0).min(axis=1)
-            self._relief[menu] = np.minimum(np.minimum.reduce(taken), 0.0) + sent[None, :]  # what ends where another begins
-        return self._relief[menu]
+        return self._least_more(menu, lambda seconds: seconds.sum(axis=-1))
+
+    def relief_by_side_s(self, menu: int) -> Array:
+        """The same, ``[start, stop, side]``: in the forward and in the backward, each for itself."""
+        return self._least_more(menu, lambda seconds: seconds)
+
+    def _least_more(self, menu: int, counted: Callable[[Array], Array]) -> Array:
+        taken = [counted(self._taken(before, menu)) for before in range(len(self.walks))]
+        sent = np.minimum(counted(self._sent(menu)), 0.0).min(axis=1)
+        least: Array = np.minimum(np.minimum.reduce(taken), 0.0) + sent[None]  # what ends where another begins
+        return least
 
     def fits(self, menu: int, device: int) -> bool:
         """Whether the ranks of a stage lie as those that its seconds were taken from."""

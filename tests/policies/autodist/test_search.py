@@ -17,6 +17,7 @@ from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.verification.verify import verify
 from shardwright.policies.autodist import cutting
+from shardwright.policies.autodist import search as outer_search
 from shardwright.policies.autodist.auditing import is_same
 from shardwright.policies.autodist.candidates import divisors, meshes, named, paces, renamed
 from shardwright.policies.autodist.clock import Clock
@@ -373,6 +374,28 @@ def test_meshes_and_paces() -> None:
     assert paces(4, 8, ("1f1b_interleaved",), None, most=9) == paces(4, 8, ("1f1b_interleaved",), 2, most=100)
 
 
+def test_schedules_raise_the_bounds_of_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much as the least of the others, or the best plan, asks for; with nothing else changed."""
+    schedules = ("1f1b", "zb_v")
+    raised = search(schedules=schedules, num_positions=2, mixed=False)
+    monkeypatch.setattr(outer_search, "tighten", lambda bench: None)
+    first = search(schedules=schedules, num_positions=2, mixed=False)
+    assert raised.best is not None and first.best is not None and raised.best.plan == first.best.plan
+    assert first.bound_s < raised.bound_s <= raised.best.step_s
+    for candidate in raised.tried:
+        assert candidate.bound_s <= candidate.step_s * (1 + 1e-9)
+    assert [c.plan for c in raised.tried] == [c.plan for c in first.tried]
+
+
+def test_an_interrupt_while_bounds_are_raised_leaves_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(bench: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(outer_search, "tighten", interrupted)
+    found = search(num_positions=2, schedules=("1f1b",), mixed=False)
+    assert found.best is not None and found.interrupted == "Ctrl-C"
+
+
 def test_the_bound_of_stages_is_of_every_chain_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here that by layers, which takes longer, is said to have the lower one."""
     known: list[Split] = []
@@ -384,6 +407,7 @@ def test_the_bound_of_stages_is_of_every_chain_of_blocks(monkeypatch: pytest.Mon
         return known[-1]
 
     monkeypatch.setattr(cutting, "split_stages", noted)
+    monkeypatch.setattr(outer_search, "tighten", lambda bench: None)  # it would raise what is said
     found = search(num_positions=4, schedules=("1f1b",))
     fine, by_layer = known
     assert found.best is not None and found.best.modelled_s == fine.cost_s < by_layer.cost_s

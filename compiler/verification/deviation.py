@@ -70,26 +70,36 @@ def deviations(ours: Any, reference: Any) -> list[Deviation]:
     problems += [f"{name}: not in the reference" for name in got.keys() - wanted.keys()]
     for name in wanted.keys() & got.keys():
         if (got[name].shape, got[name].dtype) != (wanted[name].shape, wanted[name].dtype):
-            found, expected = (f"{tuple(t.shape)} {t.dtype}" for t in (got[name], wanted[name]))
-            problems.append(f"{name}: {found}, the reference has {expected}")
+            one, other = (f"{tuple(t.shape)} {t.dtype}" for t in (got[name], wanted[name]))
+            problems.append(f"{name}: {one}, the reference has {other}")
     if problems:
         raise AssertionError("the trees differ in structure\n" + "\n".join(f"  {line}" for line in sorted(problems)))
 
     magnitudes = {name: largest(tensor.masked_fill(tensor.isinf(), 0)) for name, tensor in wanted.items()}
-    floor = FLOOR * max((m for name, m in magnitudes.items() if wanted[name].is_floating_point()), default=0.0)
+    floor = FLOOR * max((m for name, m in magnitudes.items() if _is_rounded(wanted[name])), default=0.0)
     compared = []
     for name, tensor in wanted.items():
-        difference = got[name].detach().to(torch.float64) - tensor.detach().to(torch.float64)
+        found, expected = _numbers(got[name]), _numbers(tensor)
         # Infinity minus the same infinity (masks) is not a number, but nothing differs.
-        difference = difference.masked_fill(got[name] == tensor, 0.0)
-        allowed = BOUND * max(magnitudes[name], floor) if tensor.is_floating_point() else 0.0
+        difference = (found - expected).masked_fill(found == expected, 0.0)
+        allowed = BOUND * max(magnitudes[name], floor) if _is_rounded(tensor) else 0.0
         compared.append(Deviation(name, tuple(tensor.shape), largest(difference), magnitudes[name], allowed))
     return sorted(compared, key=lambda deviation: deviation.excess, reverse=True)
 
 
 def largest(tensor: Tensor) -> float:
     """max|tensor|, 0 when empty, not a number if any element is none."""
-    return tensor.detach().to(torch.float64).abs().max().item() if tensor.numel() else 0.0
+    return _numbers(tensor).abs().max().item() if tensor.numel() else 0.0
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """The elements in float64, real and imaginary parts of complex ones beside each other."""
+    tensor = tensor.detach()
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).to(torch.float64)
+
+
+def _is_rounded(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def table(found: Sequence[Deviation]) -> str:

@@ -42,24 +42,27 @@ def _grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor | None = None, **kwargs: A
 
 
 _REAL_GROUPED_MM = F.grouped_mm
+_WIDER = {"float32": torch.float64, "float": torch.float64, "cfloat": torch.complex128}
+"""What names of dtypes mean instead. Torch itself promotes by the name complex64, and complex buffers keep that dtype."""
 
 
 @contextlib.contextmanager
 def float64_casts() -> Iterator[None]:
-    """While active, ``torch.float32``, ``torch.float``, ``Tensor.float`` and the default dtype are float64.
+    """While active, ``torch.float32``, ``torch.float``, ``Tensor.float`` and the default dtype are float64, and
+    ``torch.cfloat`` is complex128.
 
     The rebinding is global to the process: enter it before starting threads, never inside one of them. Contexts nest.
     Code that took its own reference before (``from torch import float32``) is not reached; C++ code is not either, apart
     from the default dtype.
     """
     load_tables()  # they know torch's functions by what their names mean now
-    names = {"float32": torch.float32, "float": torch.float}
+    names = {name: getattr(torch, name) for name in _WIDER}
     default = torch.get_default_dtype()
     grouped_mm = F.grouped_mm
     method = torch.Tensor.__dict__.get("float")  # None: inherited from the C base class, the normal state
     try:
-        for name in names:
-            setattr(torch, name, torch.float64)
+        for name, wider in _WIDER.items():
+            setattr(torch, name, wider)
         setattr(torch.Tensor, "float", _to_float64)  # noqa: B010 (a method is not assigned to, says mypy)
         torch.set_default_dtype(torch.float64)
         setattr(F, "grouped_mm", _grouped_mm)  # noqa: B010

@@ -123,7 +123,8 @@ def whole(pieces: Sequence[tuple[Spans, Tensor | None]], reference: Tensor) -> T
     """The tensor that ranks hold pieces of, each element from the rank where it is farthest from ``reference``, so that a
     copy that went astray is seen. A missing piece is zeros; what nobody holds is not a number.
     """
-    result = torch.full(tuple(reference.shape), math.nan, dtype=torch.float64)
+    dtype = torch.complex128 if reference.is_complex() else torch.float64
+    result = torch.full(tuple(reference.shape), math.nan, dtype=dtype)
     for spans, piece in pieces:
         runs = [torch.tensor([i for start, stop in span for i in range(start, stop)], dtype=torch.long) for span in spans]
         where = torch.meshgrid(*runs, indexing="ij") if runs else ...

@@ -6,28 +6,47 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwright.runtime import structure
+from shardwright.runtime.errors import ConfigError
 
 
 def in_float64(args: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments with floating tensors in float64."""
 
     def cast(path: str, leaf: Any) -> Any:
-        return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        return _wide(leaf) if isinstance(leaf, Tensor) else leaf
 
     return {name: structure.map_leaves(value, cast, name) for name, value in args.items()}
 
 
+def _wide(tensor: Tensor) -> Tensor:
+    """The same numbers in float64 or complex128; integers stay as they are."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
 def model_in_float64(model: nn.Module) -> nn.Module:
-    """A copy of the model in float64, tensors in plain attributes included: ``double()`` leaves those as they are."""
+    """A copy of the model in float64, tensors in plain attributes included: ``double()`` leaves those as they are.
+
+    Raises :class:`ConfigError` for complex parameters, which cannot be stored any wider.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise ConfigError(
+                f"the parameter {name} is complex, and verify compares in float64",
+                why="files of weights hold complex64 at most, whose rounding of 1e-7 would hide what is wrong",
+                hint="keep real and imaginary parts in one real parameter, and call torch.view_as_complex in forward",
+            )
     model = copied(model).double()
     for part in model.modules():
         for name in (*vars(part), *_slots(part)):
             value = getattr(part, name, None) if name not in vars(part) else vars(part)[name]
-            if isinstance(value, Tensor) and value.is_floating_point():
-                object.__setattr__(part, name, value.double())
+            if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+                object.__setattr__(part, name, _wide(value))
     return model
 
 

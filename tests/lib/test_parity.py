@@ -44,6 +44,13 @@ def test_nothing_odd_passes() -> None:
         assert_close_tree({"ids": torch.tensor([10**12])}, {"ids": torch.tensor([10**12 + 1])})
 
 
+def test_imaginary_parts_are_compared() -> None:
+    reference = torch.complex(doubles(1.0), doubles(2.0))
+    assert_close_tree(torch.complex(doubles(1.0), doubles(2.0 + 1e-11)), reference)
+    with pytest.raises(AssertionError, match="1 of 1"):
+        assert_close_tree(torch.complex(doubles(1.0), doubles(2.0 + 1e-9)), reference)
+
+
 def test_structure_is_compared() -> None:
     reference = {"a": doubles(1.0), "b": [doubles(1.0, 2.0)], "c": None}
     assert_close_tree({"a": doubles(1.0), "b": [doubles(1.0, 2.0)], "c": None}, reference)

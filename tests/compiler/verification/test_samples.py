@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shardwright.compiler.verification.verify import verify
+from shardwright.runtime.errors import ConfigError
 
 
 class Slotted(torch.nn.Module):
@@ -28,6 +29,39 @@ def test_a_module_with_slots() -> None:
     report = verify(model, {"x": torch.ones(2, 4)}, "dp", {"plan_ngpus": 1, "runtime_ngpus": 2})
     assert report.ok, str(report)
     assert model.mask.dtype == torch.float32, "the model is left as it was"
+
+
+class Spectrum(torch.nn.Module):
+    """A Fourier layer: some frequencies times complex weights, turned by a complex buffer."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+        self.register_buffer("turn", torch.polar(torch.ones(3), torch.arange(3.0)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [B, 6, 8]
+        found = torch.fft.rfft(x)
+        weight = self.weight if self.weight.is_complex() else torch.view_as_complex(self.weight)
+        out = torch.zeros(found.shape, dtype=torch.cfloat)
+        out[..., :3] = torch.einsum("bix,iox->box", found[..., :3] * self.turn, weight)
+        return torch.fft.irfft(out).square().sum()
+
+
+@pytest.mark.parametrize("policy", ["data", "tp"])
+def test_complex_numbers(policy: str) -> None:
+    model = Spectrum(torch.randn(6, 6, 3, 2))
+    report = verify(model, {"x": torch.randn(4, 6, 8)}, policy, {"plan_ngpus": 2, "runtime_ngpus": 4})
+    assert report.ok, str(report)
+
+
+def test_complex_parameters() -> None:
+    with pytest.raises(ConfigError, match="the parameter weight is complex, and verify compares in float64"):
+        verify(
+            Spectrum(torch.randn(6, 6, 3, dtype=torch.cfloat)),
+            {"x": torch.randn(4, 6, 8)},
+            "dp",
+            {"plan_ngpus": 1, "runtime_ngpus": 1},
+        )
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")

@@ -1,0 +1,100 @@
+"""Models of transformers beyond the zoo that once failed, and two of reinforcement learning and Fourier layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from torch import Tensor, nn
+
+from shardwright.compiler.verification.verify import verify
+
+
+class Actor(nn.Module):
+    """The loss of proximal policy optimisation, by ``torch.distributions`` with its checks of values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.policy, self.value = nn.Linear(8, 16), nn.Linear(16, 5), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor, actions: Tensor, old: Tensor, gains: Tensor) -> Tensor:
+        hidden = torch.tanh(self.body(x))
+        choices = torch.distributions.Categorical(logits=self.policy(hidden))
+        ratio, gains = (choices.log_prob(actions) - old).exp(), (gains - gains.mean()) / gains.std()
+        surrogate = torch.min(ratio * gains, ratio.clamp(0.8, 1.2) * gains).mean()
+        return F.mse_loss(self.value(hidden).squeeze(-1), gains) - surrogate - 0.01 * choices.entropy().mean()
+
+
+class FourierLayer(nn.Module):
+    """Some frequencies times complex weights, written into zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(2, 8), nn.Linear(8, 1)
+        self.weight = nn.Parameter(torch.randn(8, 8, 5, 2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # [B, S, 2], [B, S]
+        hidden = self.up(x).transpose(1, 2)
+        found = torch.fft.rfft(hidden)
+        out = torch.zeros(found.shape, dtype=torch.cfloat)
+        out[..., :5] = torch.einsum("bix,iox->box", found[..., :5], torch.view_as_complex(self.weight))
+        hidden = F.gelu(hidden + torch.fft.irfft(out, n=x.shape[1]))
+        return F.mse_loss(self.down(hidden.transpose(1, 2)).squeeze(-1), y)
+
+
+def acted(batch: int, seq: int, generator: torch.Generator) -> zoo.Inputs:
+    x, old, gains = (torch.randn(*shape, generator=generator).double() for shape in ((batch, 8), (batch,), (batch,)))
+    return {"x": x, "actions": torch.randint(5, (batch,), generator=generator), "old": old - 1, "gains": gains}
+
+
+def signals(batch: int, seq: int, generator: torch.Generator) -> zoo.Inputs:
+    x, y = (torch.randn(*shape, generator=generator).double() for shape in ((batch, 16, 2), (batch, 16)))
+    return {"x": x, "y": y}
+
+
+def sounds(batch: int, seq: int, generator: torch.Generator) -> zoo.Inputs:
+    waves = torch.randn(batch, 64, generator=generator).double()
+    return {"input_values": waves, "labels": torch.randint(3, (batch,), generator=generator)}
+
+
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+WAV2VEC2 = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24, "conv_dim": (8, 8),
+    "conv_stride": (2, 2), "conv_kernel": (4, 2), "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 8, "num_labels": 3,
+    **dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout"), 0.0),
+    **dict.fromkeys(("final_dropout", "layerdrop", "mask_time_prob", "mask_feature_prob"), 0.0),
+}  # fmt: skip
+MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[..., zoo.Inputs]]] = {
+    "mixtral": (zoo.hf("MixtralForCausalLM", "MixtralConfig", **zoo.LLAMA, **EXPERTS), zoo.causal_lm(32)),
+    "gpt-oss": (
+        zoo.hf("GptOssForCausalLM", "GptOssConfig", **zoo.LLAMA, **EXPERTS, head_dim=4, sliding_window=4, rope_scaling=None),
+        zoo.causal_lm(32),
+    ),
+    "llama4": (
+        zoo.hf("Llama4ForCausalLM", "Llama4TextConfig", **zoo.LLAMA, num_local_experts=4, head_dim=4, intermediate_size_mlp=24),
+        zoo.causal_lm(32),
+    ),
+    "beit": (
+        zoo.hf("BeitForImageClassification", "BeitConfig", **zoo.VIT, use_relative_position_bias=True, drop_path_rate=0.0),
+        zoo.classified_images(8, 6, "pixel_values"),
+    ),
+    "wav2vec2": (zoo.hf("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", **WAV2VEC2), sounds),
+    "actor": (lambda **sizes: Actor(), acted),
+    "fourier": (lambda **sizes: FourierLayer(), signals),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("policy", "ranks"), [("tp", 3), ("data", 2)])
+@pytest.mark.parametrize("name", MODELS)
+def test_model(name: str, policy: str, ranks: int) -> None:
+    make, make_inputs = MODELS[name]
+    entry: Any = zoo.ZooModel(name, make, make_inputs)
+    report = verify(entry.build(), entry.inputs(), policy, {"plan_ngpus": ranks, "runtime_ngpus": ranks})
+    assert report.ok, str(report)

@@ -1,7 +1,7 @@
 """Cut a chain of operators into stages: exact min-max of time, and among the best cuts the one that sends the least.
 
-Where a position of the pipeline runs several stages, its sum counts, not the largest stage; so cuts are then moved until the
-sums are about even.
+Cuts are then moved until the sums of the pipeline's positions are about even. Where a position runs several stages its sum
+counts, not the largest stage; and where one stage is long anyhow, the others need not be uneven.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def evened(times: Sequence[int], traffic: Sequence[float], cuts: Sequence[int], 
     """The cuts moved, one at a time, to where no more crosses than at any of them, as long as that makes the sums of ``times``
     of the positions more even. ``placement``: the position that runs each stage.
 
-    A descent of the sum of squares, from the cuts and from such that follow one another after equal times; the better of
-    both, if its largest sum is smaller.
+    A descent of the sum of squares, from the cuts and from such that follow one another after equal times: the one with the
+    smaller largest sum, which is never larger than before.
     """
     sums = [0, *itertools.accumulate(times)]
     most = max((traffic[cut] for cut in cuts), default=0.0)
@@ -112,22 +112,25 @@ def evened(times: Sequence[int], traffic: Sequence[float], cuts: Sequence[int], 
             positions[position] += sums[stop] - sums[start]
         return positions
 
+    def squares(cuts: Sequence[int]) -> int:
+        return sum(time * time for time in by_position(cuts))
+
     def descended(cuts: list[int]) -> list[int]:
-        best, improved = sum(x * x for x in by_position(cuts)), True
+        best, improved = squares(cuts), True
         while improved:
             improved = False
             for number in range(len(cuts)):
                 low, high = (0, *cuts)[number], (*cuts, len(times))[number + 1]
                 for place in places[bisect.bisect_right(places, low) : bisect.bisect_left(places, high)]:
                     trial = [*cuts[:number], place, *cuts[number + 1 :]]
-                    value = sum(x * x for x in by_position(trial))
+                    value = squares(trial)
                     if value < (1 - WORTH) * best:
                         best, cuts, improved = value, trial, True
         return cuts
 
     starts = (list(cuts), _after_equal_times(sums, places, len(cuts)))
-    found = min(map(descended, starts), key=lambda each: max(by_position(each)))
-    return found if max(by_position(found)) < (1 - WORTH) * max(by_position(cuts)) else list(cuts)
+    found = min(map(descended, starts), key=lambda each: (max(by_position(each)), squares(each)))
+    return found if max(by_position(found)) <= max(by_position(cuts)) else list(cuts)
 
 
 def _after_equal_times(sums: Sequence[int], places: Sequence[int], num_cuts: int) -> list[int]:
@@ -154,9 +157,7 @@ def stage_starts(graph: IRGraph, placement: Sequence[int]) -> list[str]:
     machine = load_hardware(BALANCED_ON)
     times = [0 if op.name in free else round(op_time(op, {}, Mesh(), machine).total_s * 1e15) for op in graph.ops]
     traffic = cut_traffic(graph, free)
-    starts = balanced_cuts(times, traffic, len(placement))
-    if len(set(placement)) < len(placement):
-        starts = evened(times, traffic, starts, placement)
+    starts = evened(times, traffic, balanced_cuts(times, traffic, len(placement)), placement)
     return [graph.ops[i].name for i in starts]
 
 

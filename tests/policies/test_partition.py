@@ -80,3 +80,11 @@ def test_a_long_head_shares_its_position_with_little() -> None:
     times, traffic = [*[4] * 8, 1, 24], [1.0] * 10
     cuts = balanced_cuts(times, traffic, 4)
     assert max(position_sums(times, evened(times, traffic, cuts, [0, 1, 0, 1]), [0, 1, 0, 1])) == 29
+
+
+def test_a_long_head_leaves_no_stage_without_layers() -> None:
+    """The head bounds the largest stage whatever the others are, and token ids are the least that can cross a cut."""
+    times, traffic = [0, *[4] * 8, 24], [0.0, 0.1, *[1.0] * 8]
+    cuts = balanced_cuts(times, traffic, 4)
+    assert cuts[0] == 1, "a stage without any layer"
+    assert position_sums(times, evened(times, traffic, cuts, [0, 1, 2, 3]), [0, 1, 2, 3]) == [12, 12, 8, 24]

@@ -71,12 +71,12 @@ def causal_attention(
     query_start: int = 0,
 ) -> Tensor:
     """``F.scaled_dot_product_attention`` with ``is_causal`` for the queries ``[..., L, E]`` from position ``query_start`` on;
-    keys ``[..., S, E]`` and values ``[..., S, Ev]`` are whole. ``attn_mask``, ``dropout_p`` and ``is_causal`` are as the
-    operator has them: none, 0 and true.
+    keys ``[..., S, E]`` and values ``[..., S, Ev]`` are whole. ``attn_mask`` and ``dropout_p`` are as the operator has them:
+    none and 0; so is ``is_causal``, which may be false in training or in evaluation.
 
     The mask ``[L, S]`` is a tensor, also where a rank has the first queries: ranks run the same kernels, as the last has to.
     """
-    mask = _causal_mask(query, key, query_start)
+    mask = _causal_mask(query, key, query_start) if is_causal else None
     return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
 
 

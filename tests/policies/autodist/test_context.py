@@ -34,7 +34,7 @@ class Long(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, _ = x.shape
         query, key, value = (t.view(batch, seq, self.heads, -1).transpose(1, 2) for t in self.mixed(x).chunk(3, -1))
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal and self.training)
         return self.out(attended.transpose(1, 2).reshape(batch, seq, -1)).square().mean()
 
 
@@ -73,3 +73,10 @@ def test_it_trains_like_one_device(num_ranks: int, is_causal: bool, tmp_path: Pa
     assert report.ok, str(report)
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert {"sp": "split:q"} in plan["strategies"].values()
+
+
+def test_attention_that_is_causal_in_training_is_not_in_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "slow.json").write_text(slow_machine(2).dumps())
+    config = config_of(2, degrees={"sp": 2}, hardware=str(tmp_path / "slow.json"))
+    report = verify(Long(is_causal=True).eval(), INPUTS, "autodist", config, steps=1)
+    assert report.ok, str(report)

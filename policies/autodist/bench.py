@@ -143,7 +143,9 @@ class Bench:
             self.found.bounds[attempt.title] = found.bound_s
             return None
         if isinstance(found, NoFit):
-            self.found.refused[attempt.title] = too_large(found.needed_bytes, self.space.memory_bytes)
+            self.found.refused[attempt.title] = too_large(
+                found.needed_bytes, self.space.memory_bytes, verb="is predicted to need"
+            )
             return None
         self.found.refused.pop(attempt.title, None)
         return found

@@ -88,7 +88,7 @@ def _least_in_words(found: Found) -> list[str]:
     """What nothing that was tried is below."""
     num_bytes, title, parts = found.least
     least = amount(num_bytes, "B", digits=4)
-    return [f"the least of what was tried is {least} on a device ({title}), most of it {parts}"] if title else []
+    return [f"the least of what was audited is {least} on a device ({title}), most of it {parts}"] if title else []
 
 
 def search(graph: PlannableGraph, config: ComputeConfig, options: AutodistOptions, hardware: Hardware) -> Found:

@@ -28,11 +28,11 @@ def paced_title(title: str, pace: Pace) -> str:
     return f"{title}, {pace.schedule}" + (f" x{pace.chunks}" if pace.chunks > 1 else "") if pace.schedule else title
 
 
-def too_large(needed_bytes: float, limit_bytes: float) -> str:
+def too_large(needed_bytes: float, limit_bytes: float, *, verb: str = "needs") -> str:
     """Why nothing fits. ``needed_bytes``: infinite where there are fewer blocks than stages."""
     if needed_bytes == float("inf"):
         return "the model cannot be cut into so many stages"
-    return f"it needs {amount(needed_bytes, 'B', digits=4)} on a device, and {amount(limit_bytes, 'B', digits=4)} are allowed"
+    return f"it {verb} {amount(needed_bytes, 'B', digits=4)} on a device, and {amount(limit_bytes, 'B', digits=4)} are allowed"
 
 
 def again_in_words(chosen: Sequence[Sequence[Part]], layers: Mapping[int, str]) -> str:

@@ -54,7 +54,8 @@ def test_the_least_that_is_said_is_enough_and_less_is_not(name: str, num_ranks: 
     config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=True)
     with pytest.raises(PlanError) as refusal:
         settled(below, config, hardware)
-    said = f"the least of what was tried is {amount(below.least[0], 'B', digits=4)} on a device ({below.least[1]}), most of it "
+    least = amount(below.least[0], "B", digits=4)
+    said = f"the least of what was audited is {least} on a device ({below.least[1]}), most of it "
     assert refusal.value.why is not None and refusal.value.why.startswith(said + below.least[2])
     parts = [part.split()[0] for part in below.least[2].split(", ")]
     assert len(parts) == 4 and set(parts) < set(CATEGORIES)

@@ -5,21 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-import sympy
-
-from shardwright.compiler.ir.size import Size
+from shardwright.compiler.ir.size import Size, dynamic_sizes
 from shardwright.compiler.plan.conversion import AdapterStep
 from shardwright.runtime.layout import Layout, Mesh
 
-DYNAMIC_SIZE = 32
-"""What a dynamic size counts as in estimates."""
-
 
 def estimate(size: Size) -> float:
-    """A number for a size; symbols count as :data:`DYNAMIC_SIZE`."""
+    """A number for a size; dynamic ones count as in the dummy arguments."""
     if isinstance(size, int):
         return float(size)
-    return float(size.subs({symbol: DYNAMIC_SIZE for symbol in size.free_symbols if isinstance(symbol, sympy.Symbol)}))
+    return float(size.subs({symbol: symbol.example for symbol in dynamic_sizes(size)}))
 
 
 def local_elements(layout: Layout, mesh: Mesh) -> float:

@@ -11,14 +11,12 @@ from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwright.compiler.cost.communication import DYNAMIC_SIZE
 from shardwright.compiler.ir.op import IROp, leaves
-from shardwright.compiler.ir.size import Size, to_python
+from shardwright.compiler.ir.size import Size, dynamic_sizes, to_python
 from shardwright.compiler.ops.render import call_source, imports_of
 from shardwright.compiler.plan.conversion import AdapterStep, CutSizes
 from shardwright.runtime import adapters
@@ -38,7 +36,7 @@ class FakeRank:
     """The rank at ``coords`` of a mesh (default: index 0 of every axis). ``rng``: how it draws random numbers. With ``zeros``
     its tensors are real, and zero: for the few functions that look at numbers. ``device``: where its operators make tensors.
 
-    Dynamic sizes are :data:`communication.DYNAMIC_SIZE`. Tensors are on the CPU: torch chooses the kernels of that device.
+    Dynamic sizes are those of the dummy arguments. Tensors are on the CPU: torch chooses the kernels of that device.
     """
 
     def __init__(
@@ -87,8 +85,7 @@ class FakeRank:
             scope[names[value.name]] = tensor
         for statement in imports_of(op):
             exec(statement, scope)
-        for argument in (leaf for _, arg in op.args for leaf in leaves(arg)):
-            scope.update(_sizes(argument))
+        scope.update(sizes_read(op))
         code = compile(call_source(op, lambda value: names[value.name], to_python), op.name, "eval")
 
         def call() -> list[Tensor]:
@@ -133,12 +130,14 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
+def sizes_read(op: IROp) -> tuple[tuple[str, int], ...]:
+    """The dynamic sizes that a call reads, and their values: its source has their names only."""
+    return tuple(sorted({pair for _, arg in op.args for leaf in leaves(arg) for pair in _sizes(leaf).items()}))
+
+
 def _sizes(size: Any) -> dict[str, int]:
-    """The values of the dynamic sizes in an expression. Axes are symbols too, inside of calls."""
-    if not isinstance(size, sympy.Basic):
-        return {}
-    axes = {call.args[1] for call in size.atoms(sympy.Function) if len(call.args) == 2}
-    return {str(symbol): DYNAMIC_SIZE for symbol in size.free_symbols - axes}
+    """The values of the dynamic sizes in an expression."""
+    return {str(symbol): symbol.example for symbol in dynamic_sizes(size)}
 
 
 def _tensors(result: Any) -> list[Tensor]:

@@ -14,8 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shardwright.compiler.cost.fake_rank import REFUSALS, FakeRank
+from shardwright.compiler.cost.fake_rank import REFUSALS, FakeRank, sizes_read
 from shardwright.compiler.cost.live_bytes import LiveBytes
+from shardwright.compiler.cost.local import local_shape
 from shardwright.compiler.cost.saved import saving_to
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.size import to_python
@@ -203,7 +204,7 @@ class Footprints:
         results = tuple(
             TensorForm(shape, _contiguous(shape), value.dtype, value.requires_grad and trains)
             for value, layout in zip(instruction.op.results, instruction.layouts, strict=True)
-            for shape in (layout.local_shape(self.rank.mesh, self.rank.coords),)
+            for shape in (local_shape(layout, self.rank.mesh),)
         )
         made = tuple(form.num_bytes for form in results)
         storages = tuple(range(len(forms), len(forms) + len(made)))
@@ -214,7 +215,7 @@ class Footprints:
         """Of an adapter that picks elements by number (between two cuts of one dim): a message of the piece it has, and the
         piece it gets, of which autograd keeps nothing.
         """
-        shape = instruction.step.after.local_shape(self.rank.mesh, self.rank.coords)
+        shape = local_shape(instruction.step.after, self.rank.mesh)
         result = TensorForm(shape, _contiguous(shape), form.dtype, form.requires_grad and trains)
         return Forward((result,), (1,), (result.num_bytes,), (), form.num_bytes + 2 * result.num_bytes)
 
@@ -231,7 +232,7 @@ def _signature(instruction: Instruction) -> object:
     if isinstance(instruction, Adapt):
         return instruction.step
     op = instruction.op
-    return op.target, _source(op), op.autocast, op.grad_enabled
+    return op.target, _source(op), sizes_read(op), op.autocast, op.grad_enabled
 
 
 def _source(op: IROp) -> str:

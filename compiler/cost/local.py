@@ -58,7 +58,7 @@ class LocalCall:
 
 
 def local_call(op: IROp, assignment: Assignment, mesh: Mesh) -> LocalCall:
-    """The call of the rank at index 0 of every axis. Dynamic sizes count as :data:`communication.DYNAMIC_SIZE`."""
+    """The call of the rank at index 0 of every axis. Dynamic sizes count as in the dummy arguments."""
     rule = op.rule
     assert rule is not None, f"{op.name} has no rule"
     cuts = _cuts(assignment, mesh)

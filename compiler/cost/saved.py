@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.compiler.cost.fake_rank import REFUSALS, FakeRank
+from shardwright.compiler.cost.fake_rank import REFUSALS, FakeRank, sizes_read
 from shardwright.compiler.cost.local import LocalCall, local_call
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.size import to_python
@@ -71,7 +71,7 @@ class _Question:
 
     def __init__(self, source: str, op: IROp, call: LocalCall, mesh: Mesh) -> None:
         self.op, self.call, self.mesh = op, call, mesh
-        self.key = (source, op.target, call.operands, call.results, op.autocast, op.grad_enabled, mesh)
+        self.key = (source, sizes_read(op), op.target, call.operands, call.results, op.autocast, op.grad_enabled, mesh)
 
     def __hash__(self) -> int:
         return hash(self.key)

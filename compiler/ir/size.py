@@ -11,9 +11,28 @@ import sympy
 Size: TypeAlias = int | sympy.Expr
 
 
-def symbol(name: str) -> sympy.Symbol:
-    """The size of a dynamic input dim: a positive integer."""
-    return sympy.Symbol(name, positive=True, integer=True)
+class DynamicSize(sympy.Symbol):  # type: ignore[misc]
+    """The size of a dynamic input dim: a positive integer. ``example``: what it is in the dummy arguments."""
+
+    __slots__ = ("example",)
+
+    example: int
+
+    def __new__(cls, name: str, example: int) -> DynamicSize:
+        made: DynamicSize = sympy.Symbol.__xnew__(cls, name, positive=True, integer=True)
+        made.example = example
+        return made
+
+    def __getnewargs_ex__(self) -> tuple[tuple[str, int], dict[str, bool]]:
+        return (self.name, self.example), {}
+
+    def _hashable_content(self) -> tuple[object, ...]:
+        return (*super()._hashable_content(), self.example)
+
+
+def dynamic_sizes(size: object) -> set[DynamicSize]:
+    """The sizes of dynamic input dims in an expression; none in anything else."""
+    return size.atoms(DynamicSize) if isinstance(size, sympy.Basic) else set()
 
 
 def simplify(size: Size) -> Size:

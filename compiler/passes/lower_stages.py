@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from shardwright.compiler.ir.graph import IRGraph
-from shardwright.compiler.ir.size import Size, symbol
+from shardwright.compiler.ir.size import Size, dynamic_sizes
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.strategy import layouts
 from shardwright.compiler.passes.eval_stages import stage_of_eval_ops
@@ -150,7 +150,7 @@ def _at(layout: Layout, sizes: Mapping[str, int]) -> Layout:
     """The layout with numbers for its dynamic sizes."""
 
     def number(size: Size) -> int:
-        return size if isinstance(size, int) else int(size.subs({symbol(name): value for name, value in sizes.items()}))
+        return size if isinstance(size, int) else int(size.subs({symbol: sizes[symbol.name] for symbol in dynamic_sizes(size)}))
 
     return replace(
         layout,

@@ -17,6 +17,7 @@ import torch
 
 from shardwright.compiler.ir.identifier import identifier
 from shardwright.compiler.ir.op import Arg, map_leaves
+from shardwright.compiler.ir.size import dynamic_sizes
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.plan.conversion import GATHERS
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
@@ -322,8 +323,5 @@ def _freeze(arg: Arg) -> Hashable:
 
 
 def size_symbols(size: Arg) -> set[str]:
-    """The names of dynamic sizes in an expression (axis names excluded)."""
-    if isinstance(size, int):
-        return set()
-    axes = {call.args[1] for call in size.atoms(sympy.Function) if len(call.args) == 2}
-    return {str(symbol) for symbol in size.free_symbols - axes}
+    """The names of dynamic sizes in an expression."""
+    return {str(symbol) for symbol in dynamic_sizes(size)}

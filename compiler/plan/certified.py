@@ -1,5 +1,6 @@
-"""What a certificate is of: the plan as it was found, for parameters and inputs of these shapes and dtypes on so many ranks. Of
-an edited plan, or of one used for another model, batch or cluster, it says nothing.
+"""What a certificate is of: the plan as it was found, for parameters and inputs of these shapes and dtypes on so many ranks;
+dynamic sizes are those of the dummy arguments. Of an edited plan, or of one used for another model, batch or cluster, it says
+nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 from dataclasses import replace
 
 from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ir.size import dynamic_sizes
 from shardwright.compiler.plan.plan import Plan
 from shardwright.runtime.config import ComputeConfig
 
@@ -34,5 +36,6 @@ def certified_digest(plan: Plan, graph: IRGraph, config: ComputeConfig) -> str:
     covered = {key: value for key, value in plan.to_json().items() if key not in NOT_COVERED}
     given = (*graph.inputs, *graph.parameters)
     tensors = [(value.name, [str(size) for size in value.shape], str(value.dtype), value.requires_grad) for value in given]
-    text = json.dumps([covered, tensors, config.runtime_ngpus], sort_keys=True)
+    counted = {size.name: size.example for value in given for expression in value.shape for size in dynamic_sizes(expression)}
+    text = json.dumps([covered, tensors, config.runtime_ngpus, counted], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -15,7 +15,7 @@ import torch
 from torch._guards import GuardSource, Source
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from shardwright.compiler.ir.size import Size, simplify, symbol
+from shardwright.compiler.ir.size import DynamicSize, Size, simplify
 from shardwright.compiler.ir.value import SourceLocation
 from shardwright.compiler.trace.source import user_location
 from shardwright.runtime.errors import TraceError, did_you_mean
@@ -90,7 +90,7 @@ class Dynamic:
         assert self.env is not None
         source = _NamedSize(name)
         torch_symbol = self.env.create_symbol(size, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-        self._names[torch_symbol] = symbol(name)
+        self._names[torch_symbol] = DynamicSize(name, size)
         return cast(torch.SymInt, self.env.create_symintnode(torch_symbol, hint=size, source=source))
 
     def shape(self, path: str, shape: torch.Size) -> list[int | torch.SymInt]:

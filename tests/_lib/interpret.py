@@ -34,7 +34,7 @@ class _Run:
     def __init__(self, graph: IRGraph, module: torch.nn.Module) -> None:
         self.graph, self.module = graph, module
         self.values: dict[str, Any] = {}
-        self.sizes: dict[sympy.Symbol, int] = {}
+        self.sizes: dict[str, int] = {}
 
     def run(self, args: Mapping[str, Any]) -> Any:
         tensors = dict(self.module.named_parameters(remove_duplicate=False)) | dict(
@@ -49,7 +49,7 @@ class _Run:
                 if isinstance(leaf, IRValue):
                     self.values[leaf.name] = given[f"{name}.{path}" if path else name]
         for symbol, (value, dim) in self.graph.symbols().items():
-            self.sizes[sympy.Symbol(symbol, positive=True, integer=True)] = self.values[value.name].shape[dim]
+            self.sizes[symbol] = self.values[value.name].shape[dim]
         for op in self.graph.ops:
             if op.only_in is None or (op.only_in == "train") == self.module.training:
                 self._run_op(op)
@@ -76,7 +76,7 @@ class _Run:
         """The value of the call's source, as the code generator writes it."""
         rank = SimpleNamespace(device=torch.device("cpu"), training=self.module.training)
         scope = {"torch": torch, "F": F, "math": math, "self": rank, **self.values}
-        scope.update({symbol.name: size for symbol, size in self.sizes.items()})
+        scope.update(self.sizes)
         for statement in imports_of(op):
             exec(statement, scope)
         return eval(call_source(op, lambda value: value.name, to_python), scope)
@@ -89,8 +89,7 @@ class _Run:
         if isinstance(leaf, RankDevice):
             return torch.device("cpu")
         if isinstance(leaf, sympy.Basic):
-            numbers = {symbol.name: size for symbol, size in self.sizes.items()}
-            return eval(to_python(leaf), {"math": math}, numbers)
+            return eval(to_python(leaf), {"math": math}, self.sizes)
         return leaf
 
     def _tree(self, tree: Tree) -> Any:

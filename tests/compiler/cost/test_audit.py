@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from plans import write, zoo_traced
+from plans import traced, write, zoo_traced
 from precision import float64_casts
 
 from shardwright.compiler.compile import Compiled, compile_graph
@@ -279,6 +279,32 @@ def test_json_and_text() -> None:
     text = str(cost)
     assert text.startswith("step ") and "bubble" in text and "rank 0: compute" in text
     assert "ranks 0-1: compute" in str(cost_of("tp", 2))
+
+
+class Placed(torch.nn.Module):
+    """Adds the first rows of a table: what they are depends on the length of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.inner = torch.nn.Parameter(torch.zeros(64, 8)), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, seq, _ = x.shape
+        return self.inner((x + self.table[:seq]).reshape(batch * seq, 8)).square().sum()
+
+
+@pytest.mark.parametrize("shape", [(6, 8, 8), (4, 48, 8)])
+def test_dynamic_sizes_count_as_in_the_dummy_arguments(shape: tuple[int, ...]) -> None:
+    inputs, costs = {"x": torch.zeros(shape)}, []
+    for dims in ({}, {"x": {0: "batch", 1: "seq"}}):
+        graph = traced(Placed(), inputs, dynamic_dims=dims)
+        config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2)
+        found = compile_graph(graph, find_policy("data").apply, config, policy_name="data")
+        costs.append(audit(found.program, config, HARDWARE))
+    static, dynamic = costs
+    assert dynamic.compute_s == pytest.approx(static.compute_s)
+    assert dynamic.ranks[0].comm_bytes == static.ranks[0].comm_bytes
+    assert dynamic.peak_bytes == static.peak_bytes
 
 
 def test_too_few_devices() -> None:

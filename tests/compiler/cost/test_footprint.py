@@ -1,5 +1,6 @@
 """What single instructions do to memory, by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ from example_ops import example_op
 
 from shardwright.compiler.cost.footprint import Footprints, TensorForm
 from shardwright.compiler.cost.live_bytes import LiveBytes
+from shardwright.compiler.ir.size import DynamicSize
 from shardwright.compiler.plan.conversion import convert
 from shardwright.compiler.plan.program import Adapt, Compute
-from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.layout import Atom, Layout, Mesh
 
 ALONE, TP = Footprints(Mesh()), Footprints(Mesh((("tp", 2),)))
 
@@ -156,3 +158,16 @@ def test_an_exchange_between_two_cuts_of_one_dim_has_the_size_of_its_pieces() ->
     found = TP.forward(step, forms)
     assert [form.shape for form in found.results] == [(4, 4)] and found.made == (64,) and found.saved == ()
     assert found.peak >= 64 and found.results[0].requires_grad
+
+
+def test_a_forward_that_needs_numbers_has_the_sizes_of_the_dummy_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("data-dependent")
+
+    gelu, operands = compute(F.gelu, randn(7, 2))
+    footprints = Footprints(Mesh((("tp", 2),)))
+    monkeypatch.setattr(footprints.rank, "run", refuses)
+    found = footprints.forward(
+        replace(gelu, layouts=(Layout(((Atom((DynamicSize("n", 7),), ("tp",)),), (Atom((2,)),))),)), operands
+    )
+    assert not found.exact and [form.shape for form in found.results] == [(4, 2)] and found.made == (4 * 2 * 4,)

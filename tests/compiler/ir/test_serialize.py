@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwright.compiler.ir.op import RankDevice, WhenTraining
 from shardwright.compiler.ir.serialize import digest, literal, to_json
-from shardwright.compiler.ir.size import symbol
+from shardwright.compiler.ir.size import DynamicSize
 from shardwright.compiler.trace import trace
 
 
@@ -63,7 +63,7 @@ def test_literals_of_different_types_differ() -> None:
     values += [
         WhenTraining(1, 2),
         WhenTraining(2, 1),
-        symbol("n"),
+        DynamicSize("n", 32),
         ...,
         -0.0,
         0.0,

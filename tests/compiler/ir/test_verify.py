@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.compiler.ir.graph import IRGraph
-from shardwright.compiler.ir.size import symbol
+from shardwright.compiler.ir.size import DynamicSize
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ir.verify import verify
 from shardwright.compiler.ops.annotation import parse_rule
@@ -54,7 +54,7 @@ def with_rule(graph: IRGraph, annotation: str) -> IRGraph:
 
 
 def unknown_value(graph: IRGraph) -> IRGraph:
-    stranger = IRValue("stranger", (symbol("batch"), 6), torch.float32)
+    stranger = IRValue("stranger", (DynamicSize("batch", 32), 6), torch.float32)
     op = graph.ops[op_index(graph, "relu")]
     return with_op(graph, "relu", args=op.with_args(input=stranger).args)
 

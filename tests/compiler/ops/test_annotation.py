@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.compiler.ir.op import IROp
-from shardwright.compiler.ir.size import symbol
+from shardwright.compiler.ir.size import DynamicSize
 from shardwright.compiler.ir.value import IRValue, SourceLocation
 from shardwright.compiler.ops.annotation import parse_rule
 from shardwright.compiler.ops.builder import annotation_text
@@ -94,7 +94,7 @@ def test_sizes_of_one_carry_no_factor() -> None:
 
 
 def test_symbolic_sizes() -> None:
-    batch, seq = symbol("batch"), symbol("seq")
+    batch, seq = DynamicSize("batch", 32), DynamicSize("seq", 32)
     rule = parse_rule("(b s) (h=3 d) -> b s h d", call({"x": (batch * seq, 12)}, (batch, seq, 3, 4)))
     assert sizes(rule) == {"b": batch, "s": seq, "h": 3, "d": 4}
     assert sizes(parse_rule("(b s) -> b s", call({"x": (2 * seq,)}, (2, seq)))) == {"b": 2, "s": seq}

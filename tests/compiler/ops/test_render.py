@@ -9,7 +9,7 @@ import sympy
 import torch
 
 from shardwright.compiler.ir.op import AxisRef, IROp, RankDevice, WhenTraining
-from shardwright.compiler.ir.size import symbol, to_python
+from shardwright.compiler.ir.size import DynamicSize, to_python
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.opdef import OpDef
@@ -62,7 +62,7 @@ def call(opdef: OpDef, **args: object) -> tuple[str, set[str]]:
         (WhenTraining(0.1, 0.0), "0.1 if self.training else 0.0"),
         (WhenTraining(True, False), "self.training"),
         (WhenTraining(False, True), "not self.training"),
-        (symbol("s") * 2, "2 * s"),
+        (DynamicSize("s", 32) * 2, "2 * s"),
         (sympy.Integer(4), "4"),
     ],
 )
@@ -99,7 +99,7 @@ def test_forms_of_calls() -> None:
     assert call(add, input=X, other=WhenTraining(1, 2)) == ("x + (1 if self.training else 2)", set())
     assert call(add, input=X, other=Y, alpha=2) == ("torch.add(x, y, alpha=2)", {"import torch"})
     assert call(OpDef("neg", "input", "-", lambda op: ""), input=X) == ("-x", set())
-    assert call(OpDef("view", "input, *shape", ".view", lambda op: ""), input=X, shape=(symbol("b"), 6)) == (
+    assert call(OpDef("view", "input, *shape", ".view", lambda op: ""), input=X, shape=(DynamicSize("b", 32), 6)) == (
         "x.view(b, 6)",
         set(),
     )

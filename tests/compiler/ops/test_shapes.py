@@ -12,13 +12,13 @@ import split_check
 import torch
 from hypothesis import given, settings
 
-from shardwright.compiler.ir.size import Size, symbol
+from shardwright.compiler.ir.size import DynamicSize, Size
 from shardwright.compiler.ops.builder import RuleBuilder
 from shardwright.compiler.ops.rule import FactorKind
 from shardwright.compiler.ops.shapes import factorise, segmented_slice_rule, slice_of
 from shardwright.runtime.layout import Mesh
 
-B, S = symbol("b"), symbol("s")
+B, S = DynamicSize("b", 32), DynamicSize("s", 32)
 
 
 def text(old: Sequence[Size], new: Sequence[Size]) -> str:

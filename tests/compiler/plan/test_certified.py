@@ -11,10 +11,13 @@ import plans
 import pytest
 import torch
 
+from shardwright.compiler.ir.size import DynamicSize
 from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.certified import certified_digest
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.layout import Mesh
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +58,14 @@ def test_others_do_not(found: dict[str, Any], mlp: PlannableGraph, tmp_path: Pat
     for change in ({"dtype": torch.bfloat16}, {"requires_grad": False}):
         other = replace(mlp, parameters=tuple(replace(value, **change) for value in mlp.parameters))
         assert loaded(found, other, tmp_path).certificate is None
+
+
+def test_dynamic_sizes_are_those_of_the_dummy_arguments(mlp: PlannableGraph) -> None:
+    first, *others = mlp.inputs
+    config = ComputeConfig(plan_ngpus=1, runtime_ngpus=1)
+
+    def digest(example: int) -> str:
+        sized = replace(first, shape=(DynamicSize("batch", example), *first.shape[1:]))
+        return certified_digest(Plan(Mesh()), replace(mlp, inputs=(sized, *others)), config)
+
+    assert digest(4) == digest(4) != digest(8)

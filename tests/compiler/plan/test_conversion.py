@@ -8,7 +8,7 @@ import torch
 from layouts import decode, encode
 
 from shardwright.compiler.cost.communication import step_elements
-from shardwright.compiler.ir.size import symbol, to_python
+from shardwright.compiler.ir.size import DynamicSize, to_python
 from shardwright.compiler.plan.conversion import AdapterStep, CutSizes, canonical, convert
 from shardwright.runtime import adapters
 from shardwright.runtime.layout import Atom, Cut, Layout, Mesh
@@ -150,7 +150,7 @@ def test_slices_come_before_collectives_and_gathers_last() -> None:
 
 def test_dynamic_sizes_stay_expressions() -> None:
     mesh = Mesh.of({"dp": 2})
-    batch = symbol("batch")
+    batch = DynamicSize("batch", 32)
     source = Layout(((Atom((batch,), ("dp",)), atom(6)),))
     (step,) = convert(source, Layout.whole((batch * 6,)), mesh)
     assert step.cut == CutSizes((batch,), 1, 6)

@@ -123,7 +123,7 @@ def test_unequal_positions_run_one_stage_each() -> None:
 
 
 def test_a_batch_of_any_size_crosses_between_stages() -> None:
-    """Its messages are priced at the size that estimates count; positions of two ranks cut it."""
+    """Its messages are priced at the size of the dummy arguments; positions of two ranks cut it."""
     entry = zoo.get("mlp")
     dynamic = {path: {0: "batch"} for path in entry.inputs()}
     graph = annotated(trace(entry.build(), entry.inputs(), dynamic_dims=dynamic))

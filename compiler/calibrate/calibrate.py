@@ -66,12 +66,12 @@ def default_ranks(device_type: str) -> int:
     """A rank for every CUDA device, or CPU core up to 8; on a CPU at least 2, so that there is something to connect."""
     if device_type == "cuda":
         return torch.cuda.device_count()
-    return max(2, min(DEFAULT_RANKS_ON_CPU, os.cpu_count() or 1))
+    return max(2, min(DEFAULT_RANKS_ON_CPU, len(_own_cores())))
 
 
 def measure_rank(world: World, quick: bool) -> dict[str, Any]:
     """One rank's part, with the effort that fits the device."""
-    sharing = _sharing() if world.device.type == "cpu" else None
+    sharing = _sharing(_num_cores(world)) if world.device.type == "cpu" else None
     measures = sharing is None or int(os.environ.get("LOCAL_RANK", "0")) < sharing.num_cores
     return measure(world, effort_for(world.device.type, quick=quick, measures=measures))
 
@@ -220,20 +220,34 @@ def _device_facts(world: World) -> dict[str, Any]:
     if world.device.type == "cuda":
         properties = torch.cuda.get_device_properties(world.device)
         return {"host": platform.node(), "name": properties.name, "memory_bytes": properties.total_memory, "ranks": ranks}
-    threads, sharing = torch.get_num_threads(), _sharing()
+    num_cores = _num_cores(world)
+    threads, sharing = torch.get_num_threads(), _sharing(num_cores)
     return {
         "host": platform.node(),
-        "name": f"{_cpu_name()}, {_local_ranks()} ranks on {os.cpu_count()} cores",
+        "name": f"{_cpu_name()}, {_local_ranks()} ranks on {num_cores} cores",
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _local_ranks(),
         "ranks": f"{ranks} with {threads} thread{'s' if threads > 1 else ''} each",
         "sharing": sharing and asdict(sharing),
     }
 
 
-def _sharing() -> Sharing | None:
+def _sharing(num_cores: int) -> Sharing | None:
     """How the ranks of this machine share its cores; ``None`` if each has as many as it has threads."""
-    ranks, room = _local_ranks(), max(1, (os.cpu_count() or 1) // torch.get_num_threads())
+    ranks, room = _local_ranks(), max(1, num_cores // torch.get_num_threads())
     return Sharing(ranks, room) if ranks > room else None
+
+
+def _num_cores(world: World) -> int:
+    """How many cores the ranks of the first machine may use, all together. Collective."""
+    everyone = world.all_gather_object((_node(), sorted(_own_cores())))
+    return len({core for node, cores in everyone if node == everyone[0][0] for core in cores})
+
+
+def _own_cores() -> set[int]:
+    """The cores that this process may run on: all, unless it was bound to some."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))  # systems that bind no processes
 
 
 def _node() -> int:

@@ -52,7 +52,7 @@ def test_everything_is_measured_and_described(num_ranks: int, monkeypatch: pytes
     assert Hardware.from_json(json.loads(hardware.dumps())) == hardware
     assert hardware.num_devices == num_ranks and len(hardware.tiers) == 1
     device = hardware.device
-    assert f"{num_ranks} ranks on {os.cpu_count()} cores" in device.name
+    assert f"{num_ranks} ranks on {len(os.sched_getaffinity(0))} cores" in device.name
     assert device.memory_bytes == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks
     assert set(device.flops_per_s) == {"float32", "float64"} and device.streams is not None
     assert device.measured(3, 3, 3, "float32") and not device.measured(8, 3, 3, "float32")
@@ -176,6 +176,28 @@ def test_a_sample_is_many_calls_where_one_is_short(monkeypatch: pytest.MonkeyPat
     calls.clear()
     assert seconds_per_call(call, torch.device("cpu"), 1.9e-3, 2e-4) == pytest.approx(1e-5)
     assert len(calls) == 2 + 5 * 20  # 0.2 ms each, but one of 1.2 ms
+
+
+@pytest.mark.parametrize(
+    ("bound", "num_cores", "sharing"), [([{0}, {1}], 2, None), ([{3}, {3}], 1, Sharing(2, 1)), ([{0, 1}, {0, 1}], 2, None)]
+)
+def test_cores_are_those_that_the_ranks_may_use(
+    bound: list[set[int]], num_cores: int, sharing: Sharing | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of however many cores there are: each rank bound to one of its own, both to the same one, both to the same two."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: bound[current_world().rank])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    facts = run_ranks(2, lambda rank: calibrate_module._device_facts(current_world()))
+    expected = None if sharing is None else {"num_ranks": sharing.num_ranks, "num_cores": sharing.num_cores}
+    assert all(fact["sharing"] == expected and fact["name"].endswith(f"2 ranks on {num_cores} cores") for fact in facts)
+
+
+def test_as_many_ranks_as_cores_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {2, 5, 7})
+    assert default_ranks("cpu") == 3
 
 
 def test_quick_measures_less() -> None:

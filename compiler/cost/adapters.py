@@ -96,13 +96,17 @@ def reduction_s(
     bucket_bytes: float = DEFAULT_BUCKET_BYTES,
     collective: str = "all_reduce",
     elsewhere: Sequence[Sequence[int]] = (),
+    num_groups: int = 1,
+    across: bool = False,
 ) -> float:
     """Seconds of summing the gradient of one parameter over the axes on which its layout is G, and over the units.
 
     Its share of full buckets: what all parameters take is the sum, up to the latency of the last bucket. ``ranks``: the unit
     ranks the mesh lies on; unit ``u`` begins at global rank ``u * unit_size`` (default: the size of the mesh). ZeRO has other
     collectives: ``reduce_scatter`` of gradients, ``all_gather`` of updated parameters. ``elsewhere``: the unit ranks of other
-    stages that hold the parameter too, on a mesh like this one.
+    stages that hold the parameter too, on a mesh like this one. ``num_groups``: those that hold copies are dealt into so many
+    groups of consecutive ranks, and the collective is that of a group; with ``across`` that of the ranks of all groups that
+    have the same slice, over this slice.
     """
     num_bytes = local_bytes(layout, dtype, mesh)
     axes = tuple(axis for axis in mesh.names if axis in layout.grad_partial and mesh.axis_size(axis) > 1)
@@ -110,7 +114,7 @@ def reduction_s(
         return 0.0
     unit = mesh.size if unit_size is None else unit_size
     stages = (tuple(ranks), *map(tuple, elsewhere))
-    return num_bytes * _per_byte(axes, mesh, stages, num_units, unit, bucket_bytes, collective, hardware)
+    return num_bytes * _per_byte(axes, mesh, stages, num_units, unit, bucket_bytes, collective, num_groups, across, hardware)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -122,13 +126,24 @@ def _per_byte(
     unit_size: int,
     bucket_bytes: float,
     collective: str,
+    num_groups: int,
+    across: bool,
     hardware: Hardware,
 ) -> float:
-    """Seconds per byte of gradient: moving it into a bucket, and its share of the all-reduce of a full one."""
-    groups = [
+    """Seconds per byte of gradient: moving it into a bucket, and its share of the collective of a full one."""
+    everyone = [
         tuple(unit * unit_size + ranks[index] for unit in range(num_units) for ranks in stages for index in group)
         for group in mesh.groups(axes)
     ]
+    size = len(everyone[0]) // num_groups
+    if size == 1 and not across:
+        return 0.0
+    if across:
+        groups = [tuple(sorted(ranks)[index::size]) for ranks in everyone for index in range(size)]
+        return groups_collective_s(hardware, collective, bucket_bytes / size, groups) / bucket_bytes
+    groups = [tuple(sorted(ranks)[i : i + size]) for ranks in everyone for i in range(0, len(ranks), size)]
+    if num_groups == 1:
+        groups = everyone
     return groups_collective_s(hardware, collective, bucket_bytes, groups) / bucket_bytes + 2 / hardware.device.bytes_per_s
 
 

@@ -1,9 +1,9 @@
 """What a plan costs, from the program that is really emitted.
 
 Without stages the time is a sum: operators, adapters (which block), as often as there are microbatches, the reduction of
-gradients and the optimizer's pass. That is what planners minimise, to the last term. With ``use_async_reducer`` the reduction
-runs beside the last backward
-(:mod:`~shardwright.compiler.cost.reduction`). A pipeline is its schedule, simulated with the times of its stages and messages
+gradients, the optimizer's pass and the gathering of what it updated elsewhere. That is what planners minimise, to the last
+term. Where the config overlaps them, sums run beside the last backward and gatherings beside the first forward
+(:mod:`~shardwright.compiler.cost.overlap`). A pipeline is its schedule, simulated with the times of its stages and messages
 (:mod:`~shardwright.compiler.cost.pipeline_time`).
 """
 
@@ -17,14 +17,16 @@ from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.memory import program_memory
 from shardwright.compiler.cost.operators import OperatorTimes
 from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory
+from shardwright.compiler.cost.overlap import Part, gathered_beside, summed_beside
 from shardwright.compiler.cost.pipeline_memory import pipeline_memory
 from shardwright.compiler.cost.pipeline_time import pipeline_cost
 from shardwright.compiler.cost.plan_cost import Activity, PlanCost, RankCost
-from shardwright.compiler.cost.reduction import Reduction, overlapped
+from shardwright.compiler.cost.reduction import Reduction
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.program import Program
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
+from shardwright.runtime.zero.settings import ReductionSettings
 
 __all__ = ["Activity", "PlanCost", "RankCost", "audit"]
 
@@ -100,7 +102,8 @@ def _audit(
     idle_s = max(0.0, step_s - compute_s - inside_s)
     memory_of = program_memory(program, config, optimizer, num_microbatches=num_microbatches)
     ranks = range(config.plan_ngpus)
-    blocking = not config.use_async_reducer
+    settings = ReductionSettings.of(config, config.num_units)
+    blocking = not (settings.asynchronous or settings.overlaps_parameters)
     return PlanCost(
         hardware.name,
         step_s,
@@ -115,23 +118,35 @@ def _timeline(
 ) -> tuple[tuple[Activity, ...], float]:
     """The parts of the step on rank 0, and its end."""
     parts: list[Activity] = []
-    end = 0.0
+
+    def add(*found: Part) -> float:
+        parts.extend(Activity(0, *part) for part in found)
+        return max([0.0, *(part[2] for part in found)])
+
+    settings = ReductionSettings.of(config, config.num_units)
+    added_s = reduction.accumulation_s / num_microbatches
+    end = free = summed_s = 0.0
     for index in range(num_microbatches):
-        start, end = end, end + body.forward_s
-        parts.append(Activity(0, "forward", start, end))
+        if index == 0 and settings.overlaps_parameters:
+            forward, *gathered = gathered_beside(program, body, reduction)
+            end, free = add(forward), add(*gathered)
+        else:
+            end = add(("forward", end, end + body.forward_s))
         if config.inference_only:
             continue
-        if config.use_async_reducer and index == num_microbatches - 1:
-            parts += [Activity(0, name, *span) for name, *span in overlapped(program, body, reduction, end)]
-            end = max(activity.end_s for activity in parts) + reduction.accumulation_s / num_microbatches
+        is_summed = settings.frees_gradients or index == num_microbatches - 1
+        if is_summed and settings.asynchronous:
+            end = add(*summed_beside(program, body, reduction, end, free)) + added_s
         else:
-            start, end = end, end + body.backward_s
-            end += reduction.accumulation_s / num_microbatches
-            parts.append(Activity(0, "backward", start, end))
+            summed_s += is_summed * reduction.sum_s
+            end = add(("backward", end, end + body.backward_s)) + added_s
     if config.inference_only:
         return tuple(parts), end
-    if reduction.total_s and not config.use_async_reducer:
-        parts.append(Activity(0, "reduce gradients", end, end + reduction.total_s))
-        end += reduction.total_s
-    parts.append(Activity(0, "optimizer step", end, end + reduction.optimizer_s))
-    return tuple(parts), end + reduction.optimizer_s
+    end = max(end, free)  # of parameters that no forward reads
+    summed_s += reduction.across_s
+    if summed_s:
+        end = add(("reduce gradients", end, end + summed_s))
+    end = add(("optimizer step", end, end + reduction.optimizer_s))
+    if reduction.gathered_s and not settings.overlaps_parameters:
+        end = add(("gather parameters", end, end + reduction.gathered_s))
+    return tuple(parts), end

@@ -10,6 +10,7 @@ from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.local import local_bytes
 from shardwright.compiler.cost.operators import OperatorTimes, OpTime, op_time
 from shardwright.compiler.plan.blocks import Run, group_blocks, region_of
+from shardwright.compiler.plan.conversion import AdapterStep
 from shardwright.compiler.plan.program import Adapt, Instruction, Program
 from shardwright.runtime.layout import Mesh
 
@@ -97,6 +98,11 @@ def body_time(
         recomputed_s += (runs - 1) * time.forward_s
         instructions.append((instruction, time))
     return BodyTime(tuple(instructions), compute_s, dict(sorted(comm.items())), recomputed_s, bool(again), volumes)
+
+
+def communicates(step: AdapterStep) -> tuple[bool, bool]:
+    """Whether an adapter sends anything, forward and backward."""
+    return step.kind in _FORWARD, (step.kind, step.backward) in _BACKWARD
 
 
 def _exchanged_bytes(adapter: Adapt, mesh: Mesh) -> tuple[int, int]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 
-from shardwright.compiler.cost.adapters import DEFAULT_BUCKET_BYTES
 from shardwright.compiler.cost.communication import step_elements
 from shardwright.compiler.cost.device import Device
 from shardwright.compiler.cost.hardware import Hardware
@@ -18,6 +17,7 @@ from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Program
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.zero.settings import ReductionSettings
 
 
 def largest_message(program: Program | PipelineProgram, config: ComputeConfig) -> int:
@@ -35,14 +35,13 @@ def largest_message(program: Program | PipelineProgram, config: ComputeConfig) -
         if isinstance(instruction, Adapt) and sum(step_elements(instruction.step, mesh)) > 0:
             ends = instruction.step.before, instruction.step.after
             largest = max(largest, *(local_bytes(layout, instruction.of.dtype, mesh) for layout in ends))
-    cap = config.reducer_bucket_cap_mb
-    bucket_bytes = DEFAULT_BUCKET_BYTES if cap is None else round(cap * 2**20)
+    settings = ReductionSettings.of(config, config.num_units)
     summed = sum(
-        local_bytes(declaration.layout, declaration.value.dtype, mesh)
+        local_bytes(declaration.layout, settings.gradient_dtype(declaration.value.dtype), mesh)
         for declaration in _trained(program)
         if not config.inference_only and (config.num_units > 1 or declaration.layout.grad_partial)
     )  # fmt: skip
-    return max(largest, min(summed, bucket_bytes))
+    return max(largest, min(summed, round(settings.bucket_cap_bytes)))
 
 
 def extrapolated(

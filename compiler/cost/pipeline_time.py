@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from shardwright.compiler.cost.body_time import BodyTime, body_time
 from shardwright.compiler.cost.collectives import collective_s
-from shardwright.compiler.cost.hardware import Hardware
-from shardwright.compiler.cost.local import estimated_size, local_bytes
+from shardwright.compiler.cost.hardware import Device, Hardware
+from shardwright.compiler.cost.local import estimated_size
 from shardwright.compiler.cost.operators import OperatorTimes
 from shardwright.compiler.cost.optimizer_memory import OptimizerMemory
 from shardwright.compiler.cost.plan_cost import Activity, PlanCost, RankCost
 from shardwright.compiler.cost.rank_memory import RankMemory
-from shardwright.compiler.cost.reduction import Reduction, accumulation_s
+from shardwright.compiler.cost.reduction import ParameterSync, Reduction, accumulated_bytes, accumulation_s
 from shardwright.compiler.cost.split_time import parts_of_backward
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.plan.pipeline import Crossing, PipelineProgram
@@ -22,11 +22,12 @@ from shardwright.compiler.plan.program import Program
 from shardwright.compiler.schedule.planned import dataflow_of, schedule_of_step
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.sharing import SharedMachines
-from shardwright.compiler.schedule.simulate import StageTimes, simulate
+from shardwright.compiler.schedule.simulate import Span, StageTimes, simulate
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Atom
 from shardwright.runtime.schedule import ActionKind
 from shardwright.runtime.transfer import Holding, pieces
+from shardwright.runtime.zero.settings import ReductionSettings
 
 
 def pipeline_cost(
@@ -39,8 +40,9 @@ def pipeline_cost(
 ) -> PlanCost:
     """The cost of one step of all microbatches.
 
-    After its last action each rank reduces its gradients and updates its parameters; with ``use_async_reducer`` the reduction
-    of a stage begins with the end of that stage's last backward.
+    After its last action each rank reduces its gradients, updates its parameters and gathers those that others updated. Where
+    the config overlaps them, the reduction of a stage begins with the end of that stage's last backward, and a stage begins
+    when its parameters are there, gathered one stage after the other from the start.
     """
     plan = program.plan
     schedule = schedule_of_step(plan, trains=not config.inference_only)
@@ -48,42 +50,34 @@ def pipeline_cost(
         body_time(stage_program, hardware, stage.ranks, times, trains=schedule.trains, unit_size=config.plan_ngpus)
         for stage_program, stage in zip(program.programs, plan.stages, strict=True)
     ]
-    times_of = [stage_times(program, index, body, schedule, hardware) for index, body in enumerate(bodies)]
+    added = [addition_s(own, plan.num_microbatches, config, hardware, optimizer) for own in program.programs]
+    times_of = [stage_times(program, index, body, schedule, hardware.device, added[index]) for index, body in enumerate(bodies)]
     transfers = transfer_seconds(program, hardware)
-    positions: dict[tuple[int, ...], int] = {}
-    for stage in plan.stages:
-        positions.setdefault(stage.ranks, len(positions))
+    positions = [_Position.of(program, ranks, config, hardware, optimizer) for ranks in _ranks_of_positions(program)]
     sharing = hardware.device.sharing
-    machines = SharedMachines.of(sharing, list(positions), config.plan_ngpus, config.num_units) if sharing else None
-    line = simulate(schedule, times_of, transfers, dataflow_of(program, schedule.num_stages), machines)
-    activities, costs, ends = [], {}, {}
-    for ranks, position in positions.items():
-        spans = line.spans[position]
-        activities += [Activity(ranks[0], str(span.action), span.start_s, span.end_s) for span in spans]
-        own = program.stages_of(ranks[0])
-        shared = holders_elsewhere(program, ranks)
-        mesh = program.programs[own[0]].plan.storage_mesh
-        reduction = Reduction.of(program.declarations_of(own), mesh, config, hardware, optimizer, ranks, shared)
-        begin = spans[-1].end_s if spans else 0.0
-        reduced = begin + reduction.total_s
-        if config.use_async_reducer and len(own) > 1:
-            reduced = _reduced_beside(program, own, {str(s.action): s.end_s for s in spans}, spans[-1].end_s, reduction)
-        end = reduced + reduction.optimizer_s
-        if reduced > begin:
-            activities.append(Activity(ranks[0], "reduce gradients", begin, reduced))
-        activities.append(Activity(ranks[0], "optimizer step", reduced, end))
+    on = [position.ranks for position in positions]
+    machines = SharedMachines.of(sharing, on, config.plan_ngpus, config.num_units) if sharing else None
+    begins = {stage: at for position in positions for stage, at in position.begins_s.items()}
+    line = simulate(schedule, times_of, transfers, dataflow_of(program, schedule.num_stages), machines, begins)
+    activities: list[Activity] = []
+    costs, ends = {}, []
+    for position, spans, busy_s in zip(positions, line.spans, line.busy_s, strict=True):
+        rank, reduction = position.ranks[0], position.reduction
+        activities += [Activity(rank, str(span.action), span.start_s, span.end_s) for span in spans]
+        after, end = position.after(spans)
+        activities += after
+        ends.append(end)
         comm: dict[str, float] = {}
         volumes: dict[str, float] = {}
-        for index in own:
+        for index in position.stages:
             for name, seconds in bodies[index].comm_s.items():
                 comm[name] = comm.get(name, 0.0) + plan.num_microbatches * seconds
                 volumes[name] = volumes.get(name, 0.0) + plan.num_microbatches * bodies[index].comm_bytes[name]
-        compute_s = line.busy_s[position] - sum(comm.values()) + reduction.optimizer_s
+        compute_s = busy_s - sum(comm.values()) + reduction.optimizer_s
         if reduction.total_s:
             comm[reduction.name], volumes[reduction.name] = reduction.total_s, reduction.total_bytes
-        ends[ranks] = end
-        costs[ranks] = compute_s, comm, volumes
-    step_s = max(ends.values())
+        costs[position.ranks] = compute_s, comm, volumes
+    step_s = max(ends)
     found = {
         rank: RankCost(rank, compute_s, comm, max(0.0, step_s - compute_s - sum(comm.values())), volumes)
         for ranks, (compute_s, comm, volumes) in costs.items()
@@ -101,6 +95,75 @@ def pipeline_cost(
     )
 
 
+def _ranks_of_positions(program: PipelineProgram) -> list[tuple[int, ...]]:
+    """In the order of the schedule."""
+    return list(dict.fromkeys(stage.ranks for stage in program.plan.stages))
+
+
+@dataclass(frozen=True)
+class _Position:
+    """What the ranks of one position have besides actions. ``names``: by stage, the parameters that no stage before it on this
+    position has. ``asynchronous``: sums begin when a stage is done; ``gathers_ahead``: parameters are gathered from the start.
+    """
+
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
+    reduction: Reduction
+    names: Mapping[int, Collection[str]]
+    asynchronous: bool
+    gathers_ahead: bool
+
+    @classmethod
+    def of(
+        cls,
+        program: PipelineProgram,
+        ranks: tuple[int, ...],
+        config: ComputeConfig,
+        hardware: Hardware,
+        optimizer: OptimizerMemory,
+    ) -> _Position:
+        stages = tuple(program.stages_of(ranks[0]))
+        shared = holders_elsewhere(program, ranks)
+        mesh = program.programs[stages[0]].plan.storage_mesh
+        reduction = Reduction.of(program.declarations_of(stages), mesh, config, hardware, optimizer, ranks, shared)
+        settings = ReductionSettings.of(config, config.num_units)
+        names = {stage: {d.value.name for d in program.programs[stage].declarations} for stage in stages}
+        return cls(ranks, stages, reduction, names, settings.asynchronous, settings.overlaps_parameters)
+
+    @property
+    def begins_s(self) -> dict[int, float]:
+        """By stage, when all its parameters are there."""
+        return self._one_after_the_other({}, lambda found: found.gather_s) if self.gathers_ahead else {}
+
+    def after(self, spans: Sequence[Span]) -> tuple[list[Activity], float]:
+        """What follows the actions, and its end."""
+        reduction, rank, last = self.reduction, self.ranks[0], spans[-1].end_s if spans else 0.0
+        reduced = last + reduction.sum_s
+        if self.asynchronous and len(self.stages) > 1:
+            kinds = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
+            complete = {span.action.stage: span.end_s for span in spans if span.action.kind in kinds}
+            reduced = max([last, *self._one_after_the_other(complete, lambda found: found.sum_s).values()])
+        reduced += reduction.across_s
+        updated = reduced + reduction.optimizer_s
+        parts = [Activity(rank, "reduce gradients", last, reduced)] if reduced > last else []
+        parts.append(Activity(rank, "optimizer step", reduced, updated))
+        if self.gathers_ahead or not reduction.gathered_s:
+            return parts, updated
+        end = updated + reduction.gathered_s
+        return [*parts, Activity(rank, "gather parameters", updated, end)], end
+
+    def _one_after_the_other(self, ready: Mapping[int, float], seconds: Callable[[ParameterSync], float]) -> dict[int, float]:
+        """By stage, when what its parameters take is done, which begins when the stage is ``ready``, one after the other."""
+        free, done, ends = 0.0, set[str](), {}
+        for stage in sorted(self.stages, key=lambda stage: (ready.get(stage, 0.0), stage)):
+            names = set(self.names[stage]) - done
+            done |= names
+            found = [self.reduction.parameters[name] for name in names if name in self.reduction.parameters]
+            free = max(free, ready.get(stage, 0.0)) + sum(map(seconds, found))
+            ends[stage] = free
+        return ends
+
+
 def _of_a_step(found: Mapping[tuple[int, int], float], num_microbatches: int) -> dict[str, float]:
     """By ``"stage 0 to 1"``, what is found of one microbatch, of all of them."""
     return {f"stage {a} to {b}": num_microbatches * value for (a, b), value in sorted(found.items()) if value}
@@ -116,23 +179,26 @@ def holders_elsewhere(program: PipelineProgram, ranks: tuple[int, ...]) -> dict[
     return found
 
 
-def stage_times(program: PipelineProgram, index: int, body: BodyTime, schedule: Schedule, hardware: Hardware) -> StageTimes:
-    """One microbatch of a stage, with adding to gradients."""
+def stage_times(
+    program: PipelineProgram, index: int, body: BodyTime, schedule: Schedule, device: Device, added_s: float
+) -> StageTimes:
+    """One microbatch of a stage. ``added_s``: of adding to gradients."""
     own = program.programs[index]
-    added_s = addition_s(own, program.plan.num_microbatches, hardware)
     whole_s = body.backward_s + added_s
     kinds = {action.kind for listed in schedule.actions for action in listed if action.stage == index}
     if ActionKind.INPUT_GRADIENT not in kinds:
         return StageTimes(body.forward_s, whole_s, 0.0)
     inputs = [value.name for value, _ in program.stages[index].receives if value.requires_grad]
-    return StageTimes(body.forward_s, *parts_of_backward(own, body, inputs, hardware.device, added_s), whole_s)
+    return StageTimes(body.forward_s, *parts_of_backward(own, body, inputs, device, added_s), whole_s)
 
 
-def addition_s(program: Program, num_microbatches: int, hardware: Hardware) -> float:
+def addition_s(
+    program: Program, num_microbatches: int, config: ComputeConfig, hardware: Hardware, optimizer: OptimizerMemory
+) -> float:
     """Seconds of adding to the gradients of a stage, spread over all microbatches although the first adds to nothing."""
     mesh = program.plan.storage_mesh
     parameters = [d for d in program.declarations if d.value.kind is ValueKind.PARAMETER and d.value.requires_grad]
-    sizes = [local_bytes(d.layout, d.value.dtype, mesh) for d in parameters]
+    sizes = [accumulated_bytes(d, mesh, config, optimizer) for d in parameters]
     return accumulation_s(sizes, num_microbatches, hardware) / num_microbatches
 
 
@@ -183,20 +249,3 @@ def _in_numbers(held: Holding) -> Holding:
         return held
     dims = tuple(tuple(Atom(tuple(map(estimated_size, atom.segments)), atom.axes) for atom in dim) for dim in held.layout.dims)
     return replace(held, layout=replace(held.layout, dims=dims))
-
-
-def _reduced_beside(
-    program: PipelineProgram, own: tuple[int, ...], ends: Mapping[str, float], last: float, reduction: Reduction
-) -> float:
-    """When the gradients of all stages of a rank are summed, if each stage's begin as soon as they are complete."""
-    complete = {
-        stage: max((end for name, end in ends.items() if name.startswith((f"{stage}B", f"{stage}W"))), default=last)
-        for stage in own
-    }
-    free = 0.0
-    done: set[str] = set()
-    for stage in sorted(own, key=lambda index: complete[index]):
-        names = {d.value.name for d in program.programs[stage].declarations} - done
-        done |= names
-        free = max(free, complete[stage]) + sum(reduction.seconds.get(name, 0.0) for name in names)
-    return max(free, last)

@@ -1,21 +1,21 @@
-"""The reduction of gradients and the optimizer's pass: how long, and beside what."""
+"""The sums of gradients, the optimizer's pass, and the gathering of what ZeRO updated elsewhere: how long they take."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from shardwright.compiler.cost.adapters import DEFAULT_BUCKET_BYTES, reduction_s
-from shardwright.compiler.cost.body_time import BodyTime
+from shardwright.compiler.cost.adapters import reduction_s
 from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.local import local_bytes, local_shape
 from shardwright.compiler.cost.operators import optimizer_s
-from shardwright.compiler.cost.optimizer_memory import OptimizerMemory, num_shards, state_bytes
+from shardwright.compiler.cost.optimizer_memory import OptimizerMemory, gradient_bytes, num_shards, state_bytes
 from shardwright.compiler.ir.value import ValueKind
-from shardwright.compiler.plan.blocks import reads
-from shardwright.compiler.plan.program import Adapt, Declaration, Program
+from shardwright.compiler.plan.program import Declaration
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import ZERO, Mesh
+from shardwright.runtime.zero.settings import ReductionSettings
 
 UNITS, STAGES = "units", "stages"
 
@@ -26,34 +26,69 @@ ADDITION_PASSES = 3
 """Adding to a gradient reads it and what is added, and writes it."""
 
 
-@dataclass(frozen=True)
-class Reduction:
-    """``seconds``: of the gradient of each trained parameter by value name, with the gathering of what ZeRO updated elsewhere.
-    ``num_bytes``, ``axes``: of its gradient, and what it is summed over. ``accumulation_s``: of adding up the gradients of all
-    microbatches, in place. ``num_exchanges``: the collectives that a gradient goes through, one after the other.
+@dataclass(frozen=True, slots=True)
+class ParameterSync:
+    """What the gradient and the update of one parameter send. ``sum_s``: seconds of one sum of its gradient, ``across_s`` of
+    adding up what groups of ZeRO have summed, once per step. ``gather_s``: of gathering what was updated elsewhere.
+
+    ``axes``: what its gradient is summed over. ``bucket_bytes``: that it takes in a bucket. ``num_bytes``: that go through
+    the collectives of a step.
     """
 
-    seconds: Mapping[str, float]
-    num_bytes: Mapping[str, int]
-    axes: Mapping[str, tuple[str, ...]]
-    optimizer_s: float
+    sum_s: float
+    across_s: float
+    gather_s: float
+    axes: tuple[str, ...]
+    bucket_bytes: int
+    num_bytes: float
+
+    @property
+    def communicates(self) -> bool:
+        return self.sum_s > 0 or self.gather_s > 0
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """``parameters``: every trained one by value name. ``num_sums``: of each gradient in a step. ``bucket_bytes``: the most
+    that a bucket holds. ``optimizer_s``: of the optimizer's pass. ``accumulation_s``: of adding up the gradients of all
+    microbatches, in place.
+    """
+
+    parameters: Mapping[str, ParameterSync]
+    num_sums: int
     bucket_bytes: float
+    optimizer_s: float
     accumulation_s: float = 0.0
-    num_exchanges: int = 1
+
+    @property
+    def sum_s(self) -> float:
+        """Of one sum of every gradient."""
+        return sum(found.sum_s for found in self.parameters.values())
+
+    @property
+    def across_s(self) -> float:
+        """Of adding up what groups of ZeRO have summed."""
+        return sum(found.across_s for found in self.parameters.values())
+
+    @property
+    def gathered_s(self) -> float:
+        """Of gathering all that was updated elsewhere."""
+        return sum(found.gather_s for found in self.parameters.values())
 
     @property
     def total_s(self) -> float:
-        return sum(self.seconds.values())
+        """Of all sums and gatherings."""
+        return self.num_sums * self.sum_s + self.across_s + self.gathered_s
 
     @property
-    def total_bytes(self) -> int:
+    def total_bytes(self) -> float:
         """Of all that is summed or gathered, each time counted."""
-        return self.num_exchanges * sum(size for name, size in self.num_bytes.items() if self.seconds[name])
+        return sum(found.num_bytes for found in self.parameters.values())
 
     @property
     def name(self) -> str:
         """``"dp+units gradients"``: everything that gradients are summed over."""
-        axes = {axis for name, over in self.axes.items() if self.seconds[name] for axis in over}
+        axes = {axis for found in self.parameters.values() if found.communicates for axis in found.axes}
         return f"{'+'.join(sorted(axes, key=lambda axis: (axis == UNITS, axis)))} {GRADIENTS}"
 
     @classmethod
@@ -74,41 +109,74 @@ class Reduction:
         step; with ZeRO-2 each of them is reduced.
         """
         on = tuple(range(config.plan_ngpus)) if ranks is None else ranks
-        cap = config.reducer_bucket_cap_mb
-        bucket_bytes = DEFAULT_BUCKET_BYTES if cap is None else cap * 2**20
-        collectives = _collectives(config, num_microbatches)
-        seconds: dict[str, float] = {}
-        sizes: dict[str, int] = {}
-        axes: dict[str, tuple[str, ...]] = {}
-        step_s = 0.0
+        settings = ReductionSettings.of(config, config.num_units)
+        num_sums = num_microbatches if settings.frees_gradients else 1
+        where = _Where(mesh, config, settings, hardware, on, num_sums)
+        found: dict[str, ParameterSync] = {}
+        sizes, step_s = [], 0.0
         for declaration in declarations:
-            value, layout = declaration.value, declaration.layout
+            value = declaration.value
             if value.kind is not ValueKind.PARAMETER or not value.requires_grad or config.inference_only:
                 continue
-            sizes[value.name] = local_bytes(layout, value.dtype, mesh)
-            pieces = mesh.axis_size(ZERO) if ZERO in layout.cut_axes else 1  # of units that hold different pieces
-            elsewhere = (shared or {}).get(value.fqn or "", ())
-            axes[value.name] = (*layout.grad_partial, *((STAGES,) if elsewhere else ()))
-            axes[value.name] += (UNITS,) if config.num_units > pieces else ()
-            held = mesh if pieces > 1 else Mesh(tuple(item for item in mesh.axes if item[0] != ZERO))
-            places, *others = (
-                tuple(unit * config.plan_ngpus + rank for unit in range(pieces) for rank in ranks_of_one)
-                for ranks_of_one in (on, *elsewhere)
-            )
-            seconds[value.name] = sum(
-                reduction_s(
-                    layout, value.dtype, held, places, hardware, num_units=config.num_units // pieces,
-                    unit_size=config.plan_ngpus * pieces,
-                    bucket_bytes=bucket_bytes, collective=collective, elsewhere=others,
-                )
-                for collective in collectives
-            )  # fmt: skip
+            found[value.name] = where.sync(declaration, (shared or {}).get(value.fqn or "", ()))
             step_s += update_s(declaration, mesh, config, hardware, optimizer)
-        added_s = 0.0 if config.use_zero == 2 else accumulation_s(sizes.values(), num_microbatches, hardware)
-        return cls(seconds, sizes, axes, step_s, bucket_bytes, added_s, len(collectives))
+            share = num_shards(declaration.layout, mesh, config) if settings.frees_gradients else 1  # of what stays
+            sizes.append(accumulated_bytes(declaration, mesh, config, optimizer) / share)
+        added_s = accumulation_s(sizes, num_microbatches, hardware)
+        return cls(found, num_sums, settings.bucket_cap_bytes, step_s, added_s)
 
 
-def accumulation_s(sizes: Iterable[int], num_microbatches: int, hardware: Hardware) -> float:
+@dataclass(frozen=True, slots=True)
+class _Where:
+    """Where gradients are summed, and how. ``ranks``: of the unit."""
+
+    mesh: Mesh
+    config: ComputeConfig
+    settings: ReductionSettings
+    hardware: Hardware
+    ranks: tuple[int, ...]
+    num_sums: int
+
+    def sync(self, declaration: Declaration, elsewhere: Sequence[tuple[int, ...]]) -> ParameterSync:
+        """Of one parameter. ``elsewhere``: the unit ranks of other stages that hold it."""
+        value, layout, config, settings = declaration.value, declaration.layout, self.config, self.settings
+        pieces = self.mesh.axis_size(ZERO) if ZERO in layout.cut_axes else 1  # of units that hold different pieces
+        held = self.mesh if pieces > 1 else Mesh(tuple(item for item in self.mesh.axes if item[0] != ZERO))
+        places, *others = (
+            tuple(unit * config.plan_ngpus + rank for unit in range(pieces) for rank in ranks)
+            for ranks in (self.ranks, *elsewhere)
+        )
+        wide, narrow = settings.gradient_dtype(value.dtype), value.dtype
+        cap, groups = settings.bucket_cap_bytes, settings.num_groups if settings.stage else 1
+        seconds = partial(
+            reduction_s, layout, mesh=held, ranks=places, hardware=self.hardware, num_units=config.num_units // pieces,
+            unit_size=config.plan_ngpus * pieces, elsewhere=others,
+        )  # fmt: skip
+        across_s = gather_s = 0.0
+        if settings.scatters:
+            sum_s = seconds(wide, bucket_bytes=cap, collective="reduce_scatter", num_groups=groups)
+            if groups > 1:
+                across_s = seconds(wide, bucket_bytes=cap, collective="all_reduce", num_groups=groups, across=True)
+        else:
+            sum_s = seconds(wide, bucket_bytes=cap, collective="all_reduce")
+        if settings.stage:
+            filled = cap * narrow.itemsize / wide.itemsize  # buckets are counted in gradients
+            gather_s = seconds(narrow, bucket_bytes=filled, collective="all_gather", num_groups=groups)
+        axes = (*layout.grad_partial, *((STAGES,) if elsewhere else ()), *((UNITS,) if config.num_units > pieces else ()))
+        size = local_bytes(layout, wide, self.mesh)
+        slice_bytes = size / max(1, num_shards(layout, self.mesh, config)) if across_s else 0.0
+        sent = (self.num_sums * size if sum_s else 0) + slice_bytes
+        sent += local_bytes(layout, narrow, self.mesh) if gather_s else 0
+        return ParameterSync(sum_s, across_s, gather_s, axes, size, sent)
+
+
+def accumulated_bytes(declaration: Declaration, mesh: Mesh, config: ComputeConfig, optimizer: OptimizerMemory) -> float:
+    """Of the gradient that those of further microbatches are added to."""
+    dtype = declaration.value.dtype
+    return local_bytes(declaration.layout, dtype, mesh) / dtype.itemsize * gradient_bytes(optimizer, dtype, config)
+
+
+def accumulation_s(sizes: Iterable[float], num_microbatches: int, hardware: Hardware) -> float:
     """Seconds per step of adding to gradients of these sizes, in bytes: each microbatch but the first does."""
     return (num_microbatches - 1) * sum(hardware.device.memory_s(ADDITION_PASSES * size) for size in sizes)
 
@@ -132,8 +200,9 @@ def parameter_s(
         [declaration], mesh, config, hardware, optimizer, ranks, num_microbatches=1 if staged else num_microbatches
     )
     added_s = found.accumulation_s
-    if staged:
-        added_s = accumulation_s(found.num_bytes.values(), num_microbatches, hardware)
+    if staged and found.parameters:
+        size = accumulated_bytes(declaration, mesh, config, optimizer)
+        added_s = accumulation_s([size], num_microbatches, hardware)
     return added_s / num_microbatches, found.total_s + found.optimizer_s
 
 
@@ -145,81 +214,3 @@ def update_s(
     shards = num_shards(layout, mesh, config)
     kept = state_bytes(optimizer, local_shape(layout, mesh), value.dtype, config) / shards
     return optimizer_s(local_bytes(layout, value.dtype, mesh) / shards, kept, hardware)
-
-
-def _collectives(config: ComputeConfig, num_microbatches: int) -> tuple[str, ...]:
-    """What a gradient goes through in a step, one after the other."""
-    if config.use_zero not in (1, 2):  # stage 3 is adapters
-        return ("all_reduce",)
-    if config.use_zero == 2:
-        return (*["reduce_scatter"] * num_microbatches, "all_gather")
-    return ("reduce_scatter" if config.zero_use_reduce_scatter else "all_reduce", "all_gather")
-
-
-def overlapped(program: Program, body: BodyTime, reduction: Reduction, start_s: float) -> list[tuple[str, float, float]]:
-    """The last backward, from ``start_s`` on, and the reductions beside it: ``(name, start, end)``, the backward first.
-
-    One stream computes, adapters included; the other sums buckets in order, each as soon as its gradients are there. What uses
-    the axes of a reduction under way waits for it, and the other way round: one message at a time on a link.
-    """
-    first_reader = _first_readers(program)
-    buckets = _buckets(program, reduction)
-    complete = {name: first_reader.get(name, len(body.instructions)) for names in buckets for name in names}
-    waiting = list(buckets)
-    now = start_s
-    again = body.recomputed_s / max(1, len(body.instructions))
-    free = now
-    spans: list[tuple[str, float, float]] = []
-    under_way: list[tuple[set[str], float]] = []
-
-    def begin(ready: float) -> None:
-        nonlocal free
-        names = waiting.pop(0)
-        begins = max(ready, free)
-        seconds = sum(reduction.seconds[name] for name in names)
-        free = begins + seconds
-        if seconds:
-            spans.append((f"reduce bucket {len(buckets) - len(waiting) - 1}", begins, free))
-            under_way.append(({axis for name in names for axis in reduction.axes[name]}, free))
-
-    for index in range(len(body.instructions) - 1, -1, -1):
-        instruction, time = body.instructions[index]
-        if isinstance(instruction, Adapt) and time.backward_s:
-            now = max([now, *(end for axes, end in under_way if instruction.step.axis in axes)])
-        now += time.backward_s + again
-        while waiting and all(complete[name] >= index for name in waiting[0]):
-            begin(now)
-    backward_end = now
-    while waiting:
-        begin(now)
-    return [("backward", start_s, backward_end), *spans]
-
-
-def _first_readers(program: Program) -> dict[str, int]:
-    """By source, the first instruction that needs it: its gradient is complete when the backward of that one is done."""
-    first: dict[str, int] = {}
-    source: dict[str, str] = {}
-    for index, instruction in enumerate(program.body):
-        for value in reads(instruction):
-            first.setdefault(source.get(value.name, value.name), index)
-        if isinstance(instruction, Adapt):
-            source[instruction.result.name] = source.get(instruction.value.name, instruction.value.name)
-    return first
-
-
-def _buckets(program: Program, reduction: Reduction) -> list[list[str]]:
-    """As the reducer packs them: from the last parameter on, by what they are summed over and their dtype."""
-    packed: list[list[str]] = []
-    filling: dict[tuple[object, ...], tuple[list[str], float]] = {}
-    for declaration in reversed(program.declarations):
-        name = declaration.value.name
-        if not reduction.seconds.get(name):
-            continue
-        key = (reduction.axes[name], declaration.value.dtype)
-        members, filled = filling.get(key, ([], 0.0))
-        if not members or filled + reduction.num_bytes[name] > reduction.bucket_bytes:
-            members, filled = [], 0.0
-            packed.append(members)
-        members.append(name)
-        filling[key] = (members, filled + reduction.num_bytes[name])
-    return packed

@@ -86,6 +86,7 @@ def simulate(
     transfer_s: float | Mapping[tuple[int, int], float] = 0.0,
     dataflow: Dataflow | None = None,
     machines: SharedMachines | None = None,
+    begins_s: Mapping[int, float] | None = None,
 ) -> Timeline:
     """Run ``schedule`` in time: each action starts as soon as its rank is free and all it uses is there.
 
@@ -98,13 +99,14 @@ def simulate(
             stage, receiving stage), where a pair that is not named takes no time. A gradient's sender is the later stage.
         dataflow: which stages feed which; each the next one if not given.
         machines: where ranks share cores; ``times`` are those while all ranks of a machine compute.
+        begins_s: by stage, when its parameters are there, if not from the start.
 
     Raises:
         PlanError: the schedule deadlocks.
     """
     dataflow = Dataflow.chain(schedule.num_stages) if dataflow is None else dataflow
     by_stage = [times] * schedule.num_stages if isinstance(times, StageTimes) else times
-    run = _Run(schedule, by_stage, transfer_s, waits_of(schedule, dataflow))
+    run = _Run(schedule, by_stage, transfer_s, waits_of(schedule, dataflow), begins_s or {})
     order = run_order(schedule, run.waits)
     if machines is None:
         run.alone(order)
@@ -122,8 +124,10 @@ class _Run:
         times: Sequence[StageTimes],
         transfer_s: float | Mapping[tuple[int, int], float],
         waits: Waits,
+        begins_s: Mapping[int, float],
     ) -> None:
         self.schedule, self.times, self.transfer_s, self.waits = schedule, times, transfer_s, waits
+        self.begins_s = begins_s
         self.spans: list[list[Span]] = [[] for _ in range(schedule.num_ranks)]
 
     def alone(self, order: Iterable[Position]) -> None:
@@ -166,7 +170,7 @@ class _Run:
         if index == len(self.schedule.actions[rank]):
             return None
         action = self.schedule.actions[rank][index]
-        ready = self.spans[rank][-1].end_s if index else 0.0
+        ready = max(self.spans[rank][-1].end_s if index else 0.0, self.begins_s.get(action.stage, 0.0))
         for other, other_index in self.waits[rank][index]:
             if other_index >= len(self.spans[other]):
                 return None

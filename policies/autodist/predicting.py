@@ -1,7 +1,8 @@
 """The time of a step of a split, as the audit of its program adds it up: its schedule, simulated with its stages and messages.
 
-Two things are priced in a simpler way than the audit does. Values go from each stage to the next one, also those that come from
-an earlier one; and adapters that a boundary adds run once also where their stage computes again what reads them.
+Three things are priced in a simpler way than the audit does. Values go from each stage to the next one, also those that come
+from an earlier one; adapters that a boundary adds run once also where their stage computes again what reads them; and sums of
+gradients and gatherings of parameters come after the last action, also where they may run beside others.
 """
 
 from __future__ import annotations

@@ -319,12 +319,12 @@ class Search:
         return Opening(num_positions, mesh, pp_place, free, tuple(others), binds, hopeless)
 
     def _shown(self, free: Placed, num_positions: int) -> Placed:
-        """With a bound that heeds what sums of gradients may hide."""
+        """With a bound that heeds what of sums and gatherings may be hidden."""
         most_chunks = max((pace.chunks for pace in self.bench.paces(num_positions)), default=1)
         share = left_in_bound(self.config, num_positions, most_chunks, self.space.num_microbatches)
         if share == 1.0:
             return free
-        proof = f"{free.proof}; what sums of gradients beside the backward may hide is taken off"
+        proof = f"{free.proof}; what passes may hide of sums and gatherings beside them is taken off"
         return replace(free, bound_s=share * free.bound_s, proof=proof)
 
     def _try_inner(self, openings: Sequence[Opening]) -> None:

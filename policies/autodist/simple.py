@@ -34,6 +34,7 @@ from shardwright.policies.partition import stage_starts
 from shardwright.policies.splits import split_dims
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
+from shardwright.runtime.zero.settings import ReductionSettings
 
 SIMPLE = ", as a simple policy has it"
 """In titles."""
@@ -150,8 +151,10 @@ def _spans(walk: Walk, starts: Sequence[str]) -> list[range]:
 
 
 def _once_s(walk: Walk, placement: Sequence[int], spans: Sequence[range]) -> float:
-    """What comes after the last backward, on the position where it is least; nothing where it may run beside it."""
-    if walk.setting.config.use_async_reducer:
+    """What comes after the last backward, on the position where it is least; nothing where it may run beside a pass."""
+    config = walk.setting.config
+    settings = ReductionSettings.of(config, config.num_units)
+    if settings.asynchronous or settings.overlaps_parameters:
         return 0.0
     once = dict.fromkeys(placement, 0.0)
     for position, own in zip(placement, spans, strict=True):

@@ -68,10 +68,10 @@ class BucketGathering:
 
 
 class ParameterGathering:
-    """The gathering of all buckets of ``module``, in their order.
+    """The gathering of all buckets of ``module``.
 
-    At most two buckets are under way at a time; with ``overlaps`` all of them are, until :meth:`finish` is called or somebody
-    reads one of their parameters from the module that has it.
+    At most two buckets are under way at a time, in their order; with ``overlaps`` all of them are, those first that forward
+    uses first, until :meth:`finish` is called or somebody reads one of their parameters from the module that has it.
     """
 
     def __init__(self, module: nn.Module, buckets: Iterable[Bucket], *, overlaps: bool = False) -> None:
@@ -83,7 +83,7 @@ class ParameterGathering:
         """Gather everything, or begin to. Collective."""
         self.finish()
         if self._overlaps:
-            for gathering in self._gatherings:
+            for gathering in reversed(self._gatherings):  # buckets come in the order of the backward
                 gathering.start()
             await_parameters(self._module, self._gatherings)
             return

@@ -11,7 +11,8 @@ from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.body_time import body_time
 from shardwright.compiler.cost.hardware import Device, Hardware, Tier
-from shardwright.compiler.cost.pipeline_time import stage_times
+from shardwright.compiler.cost.optimizer_memory import ADAM
+from shardwright.compiler.cost.pipeline_time import addition_s, stage_times
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.schedule.planned import planned_schedule
 from shardwright.compiler.schedule.simulate import StageTimes
@@ -49,7 +50,8 @@ def parts(hardware: Hardware, schedule: str = "zb_h1") -> tuple[PipelineProgram,
     times: list[StageTimes] = []
     for index, (program, stage) in enumerate(zip(found.programs, found.plan.stages, strict=True)):
         body = body_time(program, hardware, stage.ranks)
-        times.append(stage_times(found, index, body, planned_schedule(found.plan), hardware))
+        added = addition_s(program, 2, config, hardware, ADAM)
+        times.append(stage_times(found, index, body, planned_schedule(found.plan), hardware.device, added))
     return found, times
 
 
@@ -93,7 +95,7 @@ def test_times_that_were_measured_are_shared_alike() -> None:
     )  # fmt: skip
     schedule = planned_schedule(found.plan)
     added = added_s(N * K + N)
-    once, ten = (stage_times(found, 1, each, schedule, HARDWARE) for each in (body, slower))
+    once, ten = (stage_times(found, 1, each, schedule, HARDWARE.device, added) for each in (body, slower))
     assert ten.input_gradient_s == pytest.approx(10 * once.input_gradient_s)
     assert ten.weight_gradient_s - added == pytest.approx(10 * (once.weight_gradient_s - added))
 
@@ -104,7 +106,7 @@ def test_what_is_computed_again_is_not_split() -> None:
     found = compile_graph(trace(Net(), {"x": torch.zeros(M, K)}), find_policy("pp").apply, config, policy_name="pp").program
     assert isinstance(found, PipelineProgram)
     body = body_time(found.programs[1], HARDWARE, found.plan.stages[1].ranks)
-    times = stage_times(found, 1, body, planned_schedule(found.plan), HARDWARE)
+    times = stage_times(found, 1, body, planned_schedule(found.plan), HARDWARE.device, added_s(N * K + N))
     assert times.weight_gradient_s == 0.0 and times.input_gradient_s == times.of(ActionKind.BACKWARD) > body.backward_s
     cost = audit(found, config, HARDWARE)
     for rank in cost.ranks:

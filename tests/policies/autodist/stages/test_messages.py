@@ -13,6 +13,7 @@ from plans import zoo_graph
 
 from shardwright.compiler.cost.body_time import body_time
 from shardwright.compiler.cost.hardware import Hardware
+from shardwright.compiler.cost.optimizer_memory import ADAM
 from shardwright.compiler.cost.pipeline_time import addition_s, transfer_seconds
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.lower_stages import lower_stages
@@ -115,7 +116,7 @@ def check(
         body = body_time(program.programs[index], hardware, program.plan.stages[index].ranks, unit_size=size)
         own = Walk(program.programs[index], replace(offer.setting, ranks=program.plan.stages[index].ranks))
         within = 1e-12 if not index or not program.owned else 1e-4
-        actual = body.forward_s + body.backward_s + addition_s(program.programs[index], 4, hardware)
+        actual = body.forward_s + body.backward_s + addition_s(program.programs[index], 4, offer.setting.config, hardware, ADAM)
         predicted = float(tables.work_s[start, stop])
         predicted += float((boundary.taken_s[cut, stop] if index else boundary.sent_s[cut, len(starts)]).sum())
         assert predicted == pytest.approx(actual, rel=within)

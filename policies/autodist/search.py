@@ -12,7 +12,7 @@
     nothing fits: place the model on every mesh for the least memory, then for less and less of it    (sparing.py)
     the same with the pipeline axis further inside, where the machine has tiers           (tiers.py)
     for every number of stages: cut the chain again, where each stage may choose its placement   (mixing.py, messages.py)
-    audit the plans of the simple policies that may still be better                       (simple.py)
+    audit the plans of the simple policies that may still be better             (rivals.py, simple.py)
     the best that fits the memory is the answer
     bound better what might still be better, as far as bounds tell               (tightening.py: pipelines, by their schedules)
 
@@ -34,14 +34,14 @@ from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.autodist.auditing import Auditor, Audits, least_of
+from shardwright.policies.autodist.auditing import Auditor, Audits
 from shardwright.policies.autodist.bench import TRYING_SHARE, Bench
 from shardwright.policies.autodist.candidates import Pace, divisors, inner_places, position_ranks, slower, unlikely
 from shardwright.policies.autodist.clock import Clock
 from shardwright.policies.autodist.found import INTERRUPT, Attempt, Candidate, Found, Opening
 from shardwright.policies.autodist.hidden import left_in_bound
 from shardwright.policies.autodist.mixing import Mixing
-from shardwright.policies.autodist.simple import SIMPLE, SIMPLE_SLACK, simple_plans
+from shardwright.policies.autodist.rivals import Rivals
 from shardwright.policies.autodist.space import Least, Placed, Placer, Space, Wish
 from shardwright.policies.autodist.sparing import Sparing
 from shardwright.policies.autodist.tightening import tighten
@@ -143,7 +143,7 @@ class Search:
         if not self.bench.is_late():
             self._try_inner(openings)
             Mixing(self.bench, self.audits).run(openings)
-            self._try_simple(openings)
+            Rivals(self.bench, self.audited).run(openings)
 
     def _begin(self, left: deque[Whereabouts], openings: list[Opening]) -> int:
         """Where there is time for few meshes, as the first shows, go on at once to a plan that fits, and to what else the first
@@ -397,35 +397,6 @@ class Search:
                     self.found.others.append(candidate)
                 fits = fits or not candidate.plan.recompute
         return fits
-
-    def _try_simple(self, openings: Sequence[Opening]) -> None:
-        """The plans of the simple policies, on meshes whose bound is below the best plan; those that beat it are candidates."""
-        for opening in sorted(openings if self.space.simple else (), key=lambda opening: opening.bound_s):
-            if opening.bound_s >= self.bench.beaten_s() or self.bench.is_late():
-                return
-            number, place = opening.num_positions, opening.pp_place
-            setting = self.bench.setting(position_ranks(opening.mesh, number, place)[0])
-            paces = [*self.bench.paces(number), *self._left_out(number)]
-            found = simple_plans(self.graph, opening.mesh, paces, number, place, self.space, setting, self.bench.beaten_s())
-            for simple in sorted(found, key=lambda simple: simple.least_s):
-                if SIMPLE_SLACK * simple.least_s >= self.bench.beaten_s() or self.bench.is_late():
-                    break
-                if self.bench.beaten_s() < float("inf") and not simple.may_fit(self.space.memory_bytes):
-                    continue
-                cost = self.audited(simple.plan)
-                title = paced_title(mesh_title(number, simple.whole.mesh, place), simple.pace) + SIMPLE
-                if cost.peak_bytes > self.space.memory_bytes:
-                    self.found.least = min(self.found.least, least_of(cost, title))
-                elif cost.step_s < self.bench.beaten_s():
-                    placed = replace(opening.free, plan=simple.whole)
-                    self.found.audited.insert(
-                        0, Candidate(title, simple.plan, cost.step_s, (placed,), cost=cost, is_simple=True)
-                    )
-
-    def _left_out(self, num_positions: int) -> Sequence[Pace]:
-        """What policies run and a search of several schedules leaves out: it holds more than 1F1B and seldom takes less."""
-        several = num_positions > 1 and len(self.space.schedules) > 1 and self.space.chunks in (None, 1)
-        return [Pace("gpipe", 1)] if several and self.space.may_have(num_positions) else []
 
 
 def _where(opening: Opening) -> tuple[int, Mesh, int]:

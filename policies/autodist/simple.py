@@ -36,9 +36,6 @@ from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.zero.settings import ReductionSettings
 
-SIMPLE = ", as a simple policy has it"
-"""In titles."""
-
 SIMPLE_SLACK = 0.95
 """Plans are audited whose parts take less than the best plan, and no more than the memory, after this factor: at a boundary
 adapters may be saved.

@@ -16,8 +16,9 @@ from shardwright.compiler.schedule.generate import SCHEDULES
 from shardwright.policies.autodist.auditing import Auditor
 from shardwright.policies.autodist.candidates import Pace, divisors, meshes, position_ranks
 from shardwright.policies.autodist.found import Found
+from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.placement.constraints import Constraints
-from shardwright.policies.autodist.policy import certificate
+from shardwright.policies.autodist.policy import certificate, search
 from shardwright.policies.autodist.search import Search
 from shardwright.policies.autodist.simple import simple_plans
 from shardwright.policies.autodist.space import Placed, Space, Wish
@@ -68,14 +69,26 @@ def test_a_search_of_poor_placements_answers_with_a_simple_plan(tight: bool) -> 
     memory = sorted(cost.peak_bytes for cost in known)[1] if tight else float("inf")
     fitting = [cost.step_s for cost in known if cost.peak_bytes <= memory]
     without = searched(simple=False, memory_bytes=memory)[1].best
-    search, all_found = searched(simple=True, memory_bytes=memory)
+    made, all_found = searched(simple=True, memory_bytes=memory)
     found = all_found.best
     assert found is not None and found.step_s <= min(fitting) and found.title.endswith(", as a simple policy has it")
     assert without is None or without.step_s > found.step_s
     assert found.cost is not None and found.cost.peak_bytes <= memory
-    told = certificate(all_found, found, search.bench.hardware)
+    told = certificate(all_found, found, made.bench.hardware)
     assert told.cost_s == found.step_s >= told.bound_s
     assert "the bound is of other placements: the plan is a simple policy's, which the search has not bettered" in told.proof
+
+
+def test_the_stages_of_a_simple_plan_are_tried_with_the_fastest_placement() -> None:
+    """What is computed again is cut out of the chain of blocks, so the search itself has no such stages."""
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=True)
+    pipeline = {"mesh": {"dp": 2}, "num_stages": 2, "num_microbatches": 2, "schedule": "1f1b", "recompute": ["middle"]}
+    found = search(plans.zoo_graph("mlp"), config, AutodistOptions(**pipeline), slow_machine(4))
+    best, simple = found.audited[0], next(each for each in found.audited if each.is_simple)
+    assert best is found.best and best.title.endswith(", in the stages of a simple policy") and not best.is_simple
+    assert best.step_s < 0.9 * simple.step_s and [s.first_op for s in best.plan.stages] == [
+        s.first_op for s in simple.plan.stages
+    ]
 
 
 @pytest.mark.parametrize(

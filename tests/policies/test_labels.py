@@ -88,7 +88,7 @@ def traffic(graph: PlannableGraph, strategies: Mapping[str, str], num_ranks: int
     return total, any(adapter.step.kind == "all_to_all" for adapter in program.adapters())
 
 
-@pytest.mark.parametrize("block", [0, 1, *(pytest.param(block, marks=pytest.mark.slow) for block in range(2, 6))])
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 6))])
 def test_the_cut_is_as_good_as_the_best_assignment(block: int) -> None:
     tried = 0
     for seed in range(60 * block, 60 * block + 60):

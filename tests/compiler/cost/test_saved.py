@@ -29,11 +29,15 @@ def is_random(call: Call) -> bool:
 
 DIFFERENT_BUFFERS = {
     # Fake tensors have one offset less, or a copy of the input in the place of a view: not the same tensors, but their bytes.
-    "tables-3": 8,
     "tables-4": 8,
     "tables-5": 8,
+    "tables-6": 8,
+    "tables-7": 8,
     "recurrent-1": 0,
 }
+
+ESTIMATED = ("fourier-26",)
+"""Calls that look at values, as ``istft`` does at its window: fake tensors cannot tell what they keep."""
 
 
 @pytest.mark.parametrize("name", [name for name, call in all_calls() if not is_random(call)])
@@ -41,6 +45,9 @@ def test_every_operator_against_autograd(name: str) -> None:
     call = dict(all_calls())[name]
     op, operands = example_op(call)
     found, real = saved_for_backward(op), really_saved(call)
+    if name in ESTIMATED:
+        assert not found.exact and set(found.operands) >= set(real.operands)
+        return
     if name not in DIFFERENT_BUFFERS:
         assert found == real
         return

@@ -53,18 +53,16 @@ def test_values_of_constants_may_be_read() -> None:
     assert len(traced(Reads(), {"x": X}).ops) == 2
 
 
-@functools.lru_cache
-def cached_table(size: int) -> tuple[Tensor, list[Tensor]]:
-    table = torch.arange(size, dtype=torch.float64)
-    return table * 2, [table]
-
-
-@functools.cache
-def cached_numbers() -> list[int]:
-    return [1, 2]
-
-
 def test_caches_of_functions_keep_nothing_of_a_trace() -> None:
+    @functools.lru_cache
+    def cached_table(size: int) -> tuple[Tensor, list[Tensor]]:
+        table = torch.arange(size, dtype=torch.float64)
+        return table * 2, [table]
+
+    @functools.cache
+    def cached_numbers() -> list[int]:
+        return [1, 2]
+
     class Reads(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             table, (plain,) = cached_table(4)

@@ -20,9 +20,10 @@ from shardwright.compiler.ir.dims import ModelDims
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.size import product
-from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.rule import TensorRefs
 from shardwright.compiler.ops.strategy import has_factor
+from shardwright.compiler.passes.dim_names import is_data
+from shardwright.policies.weights import PRODUCTS, Sources, weight_sources, weights_of
 
 WORK, MEMORY, TRAFFIC = 1_000_000, 100_000, 600_000
 """What all work, all weight memory, and all traffic that could arise are worth against each other. What is saved and what is
@@ -32,28 +33,6 @@ sent both grow with ``1 - 1 / ranks``, so that the choice hardly depends on thei
 TABLE = 1_000_000
 """What all weight memory would be worth in tables that are looked up: a vocabulary is split for the memory alone, as its lookup
 has no work to share out."""
-
-PRODUCTS = frozenset(
-    [
-        "linear",
-        "matmul",
-        "bmm",
-        "mm",
-        "addmm",
-        "baddbmm",
-        "einsum",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "conv_transpose3d",
-        "scaled_dot_product_attention",
-        "grouped_mm",
-        "bilinear",
-        "embedding",
-    ]
-)
 
 
 @dataclass(frozen=True)
@@ -73,8 +52,9 @@ def choose_dims(graph: IRGraph, axis_size: int) -> set[int]:
     """The indices of the dim classes to split over an axis of that many ranks."""
     dims = graph.dims
     assert dims is not None
-    eligible = _weight_classes(graph, dims)
-    options = [option for op in graph.ops for option in _options(op, graph, dims, axis_size) if option.dim_class in eligible]
+    sources = weight_sources(graph)
+    eligible = _weight_classes(graph, dims, sources)
+    options = [o for op in graph.ops for o in _options(op, graph, dims, axis_size, sources) if o.dim_class in eligible]
     candidates = sorted({option.dim_class for option in options if option.saved > 0})
     if not candidates:
         return set()
@@ -95,7 +75,7 @@ def choose_dims(graph: IRGraph, axis_size: int) -> set[int]:
     for option in options:
         if option.dim_class not in chosen:
             continue
-        weights = sum(memory.get(v.name, 0.0) for v in option.op.operands if v.name in memory)
+        weights = sum(memory[name] for name in {v.name for o in option.op.operands for v in sources.get(o.name, ())})
         worth = TABLE if option.op.target == "embedding" else MEMORY
         gain = WORK * option.work / total_work + worth * weights / total_memory
         if option.saved > 0:
@@ -124,18 +104,18 @@ def choose_dims(graph: IRGraph, axis_size: int) -> set[int]:
     return {c for c in candidates if solver.value(chosen[c])}
 
 
-def _weight_classes(graph: IRGraph, dims: ModelDims) -> set[int]:
+def _weight_classes(graph: IRGraph, dims: ModelDims, sources: Sources) -> set[int]:
     """The classes that the weights of products have: not batch or sequence, even where a parameter of positions has it."""
-    products = [op for op in graph.ops if op.target in PRODUCTS]
-    weights = {v.name for op in products for v in op.operands if v.kind is ValueKind.PARAMETER and v.ndim > 1}
+    operands = (op.operands[i] for op in graph.ops if op.target in PRODUCTS for i in weights_of(op, sources))
+    weights = {v.name for operand in operands for v in sources[operand.name] if v.ndim > 1}
     return {index for name in weights for indices in dims.values[name] for index in indices}
 
 
-def _options(op: IROp, graph: IRGraph, dims: ModelDims, axis_size: int) -> Iterable[_Option]:
+def _options(op: IROp, graph: IRGraph, dims: ModelDims, axis_size: int, sources: Sources) -> Iterable[_Option]:
     """Every class that splitting would touch this operator by, with what it saves and what travels."""
     assert op.rule is not None
-    weights = [i for i, v in enumerate(op.operands) if v.kind is ValueKind.PARAMETER]
     is_product = op.target in PRODUCTS
+    weights = weights_of(op, sources) if is_product else []
     for factor in op.rule.factors:
         index = dims.factors.get((op.name, factor.name))
         if index is None:
@@ -170,32 +150,8 @@ def _worth_splitting(op: IROp, factor: str, graph: IRGraph) -> bool:
     weight, indices = op.arg("weight"), op.arg("input")
     if not has_factor(op.rule.operands[op.operands.index(indices)], factor):
         columns = has_factor(op.rule.results[0], factor)
-        looked_up = indices.name in {v.name for v in graph.inputs} or _comes_from_input(indices, graph)
-        return columns or (looked_up and estimate(weight.shape[0]) >= estimate(weight.shape[1]))
+        return columns or (is_data(indices, graph) and estimate(weight.shape[0]) >= estimate(weight.shape[1]))
     return False
-
-
-def _comes_from_input(value: IRValue, graph: IRGraph) -> bool:
-    """Whether an integer value is an input, viewed or shifted (not positions counted from its shape)."""
-    producers = graph.producers()
-    while value.name in producers:
-        op = producers[value.name][0]
-        if op.target not in (
-            "view",
-            "reshape",
-            "to",
-            "contiguous",
-            "getitem",
-            "unsqueeze",
-            "squeeze",
-            "cat",
-            "clone",
-            "masked_fill",
-            "where",
-        ):
-            return False
-        value = op.operands[0]
-    return value.kind is ValueKind.INPUT
 
 
 def _products(op: IROp) -> list[frozenset[str]]:
@@ -211,9 +167,10 @@ def _products(op: IROp) -> list[frozenset[str]]:
     if op.target == "scaled_dot_product_attention":
         query, key, value = (factors(refs) for refs in rule.operands[:3])
         return [query | key, factors(rule.results[0]) | value]
-    tensors = [factors(refs) for refs in (*rule.operands, *rule.results)]
+    multiplied = (i for i, v in enumerate(op.operands) if v.dtype.is_floating_point and i not in rule.additive)
+    tensors = [factors(refs) for refs in (*(rule.operands[i] for i in multiplied), *rule.results)]
     every = frozenset[str]().union(*tensors)
-    # what only one tensor has is not multiplied: the pixels of a convolution before its stride
+    # what only one tensor has is not multiplied: the pixels of a convolution before its stride, the experts of grouped rows
     return [frozenset(name for name in every if sum(name in tensor for tensor in tensors) > 1)]
 
 

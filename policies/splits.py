@@ -7,8 +7,8 @@ from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.ops.strategy import has_factor
 from shardwright.compiler.plan.builder import PlanBuilder, classes_in
-from shardwright.policies.choice import PRODUCTS
 from shardwright.policies.labels import label
+from shardwright.policies.weights import PRODUCTS
 
 
 def split_dims(builder: PlanBuilder, axis: str, classes: set[int]) -> None:

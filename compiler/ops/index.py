@@ -22,8 +22,8 @@ Shape = tuple[Size, ...]
 class Item:
     """One item of an index. ``dim`` is the dim of the source that it reads; -1 for a new dim.
 
-    ``kind``: ``full`` (all of the dim), ``slice`` (a part of it), ``int`` (a single place, also as a tensor without dims),
-    ``new`` (``None``), ``tensor`` (a tensor of places).
+    ``kind``: ``full`` (all of the dim), ``strided`` (one place of every so many, all along it), ``slice`` (a part of it),
+    ``int`` (a single place, also as a tensor without dims), ``new`` (``None``), ``tensor`` (a tensor of places).
     """
 
     kind: str
@@ -63,8 +63,16 @@ def _is_opaque(arg: Arg) -> bool:
 def _kind(arg: Arg, size: Size) -> str:
     if isinstance(arg, slice):
         full = arg.step in (None, 1) and _same(slice_bounds(arg, size), (0, size))
-        return "full" if full else "slice"
+        return "full" if full else "strided" if _is_strided(arg, size) else "slice"
     return "tensor" if isinstance(arg, IRValue) and arg.ndim > 0 else "int"
+
+
+def _is_strided(bounds: slice, size: Size) -> bool:
+    """Whether a slice takes the same place of every group of ``step``, and the groups make up the dim."""
+    start, stop = slice_bounds(bounds, size)
+    step = bounds.step or 1
+    static = all(map(is_static, (start, stop, step, size)))
+    return bool(static and step < size and size % step == 0 and start == (bounds.start or 0) < step and stop == size)
 
 
 def slice_bounds(bounds: slice, size: Size) -> tuple[Size, Size]:
@@ -109,8 +117,9 @@ def pick(
 ) -> Picked:
     """The factors of reading ``items`` of a source of this shape; ``result`` is the shape read, where it is known.
 
-    Dims read whole are free. A dim that is sliced, or indexed by numbers or tensors, is frozen in the source: its places
-    have meaning. ``places`` is the kind of the dims of index tensors.
+    Dims read whole are free, and so are groups of which the same place is read. A dim that is sliced otherwise, or indexed
+    by numbers or tensors, is frozen in the source: its places have meaning. ``places`` is the kind of the dims of
+    index tensors.
     """
     source: list[DimRefs] = [()] * len(shape)
     read: list[DimRefs | Size] = []  # a size stands for a part of a dim
@@ -119,10 +128,17 @@ def pick(
         if item.kind == "new":
             read.append(())
             continue
-        source[item.dim] = build.dim(shape[item.dim], FREE if item.kind == "full" else FROZEN)
         if item.kind == "full":
+            source[item.dim] = build.dim(shape[item.dim])
             read.append(source[item.dim])
-        elif item.kind == "slice":
+            continue
+        if item.kind == "strided":
+            groups = build.dim(shape[item.dim] // item.arg.step)
+            source[item.dim] = (*groups, *build.dim(item.arg.step, FROZEN))
+            read.append(groups)
+            continue
+        source[item.dim] = build.dim(shape[item.dim], FROZEN)
+        if item.kind == "slice":
             read.append(slice_length(item.arg, shape[item.dim]))
         elif item.kind == "tensor":
             positions.append(len(read) + len(positions))

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
+import torch
+
 from shardwright.compiler.ir.dims import ModelDims
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.value import IRValue, ValueKind
@@ -35,6 +37,11 @@ _FFN_WORDS = (
     "wi",
     "linear1",
 )
+_MOVING = frozenset(
+    ("view", "reshape", "to", "contiguous", "getitem", "unsqueeze", "squeeze", "cat", "pad", "roll", "clone", "clamp")
+    + ("masked_fill", "where", "index_put", "slice_scatter", "select_scatter")
+)
+"""Operators whose results hold elements of their operands, in other places or among others."""
 
 
 def name_classes(graph: IRGraph, dims: ModelDims) -> ModelDims:
@@ -83,7 +90,7 @@ def _name_by_operators(graph: IRGraph, dims: ModelDims, give: Callable[[tuple[in
                 give(indices, "kernel")
         if op.target == "embedding":
             weight = op.arg("weight")
-            if weight.kind is ValueKind.PARAMETER and not _is_data(op.arg("input"), graph):
+            if weight.kind is ValueKind.PARAMETER and not is_data(op.arg("input"), graph):
                 give(dims.values[weight.name][0], "positions")
             elif weight.kind is ValueKind.PARAMETER and weight.shape[0] >= weight.shape[1]:  # not a handful of token types
                 give(dims.values[weight.name][0], "vocab")
@@ -114,13 +121,19 @@ def _name_fused_heads(graph: IRGraph, dims: ModelDims, names: dict[int, str]) ->
                     names.setdefault(outer, "qkv_heads")
 
 
-def _is_data(value: IRValue, graph: IRGraph) -> bool:
-    """Whether an integer value is an input in another shape, not counted from shapes."""
+def is_data(value: IRValue, graph: IRGraph) -> bool:
+    """Whether an integer value holds elements of an input, moved or shifted (not positions counted from its shape)."""
     producers = graph.producers()
-    passing = ("view", "reshape", "to", "contiguous", "getitem", "clone")
-    while value.name in producers and producers[value.name][0].target in passing:
-        value = producers[value.name][0].operands[0]
-    return value.kind is ValueKind.INPUT
+    reached, seen = [value], set[str]()
+    while reached:
+        value = reached.pop()
+        if value.kind is ValueKind.INPUT:
+            return True
+        if value.name not in seen and value.name in producers:
+            seen.add(value.name)
+            op = producers[value.name][0]
+            reached += [v for v in op.operands if op.target in _MOVING and v.dtype is not torch.bool]
+    return False
 
 
 def _name_hidden(dims: ModelDims, names: dict[int, str]) -> None:

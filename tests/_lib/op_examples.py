@@ -426,6 +426,8 @@ def indexed() -> list[Call]:
     return [
         (getitem, (table, (slice(None), slice(1, 3), 2))),
         (getitem, (table, (Ellipsis, None, slice(None, None, 2)))),
+        (getitem, (table, (slice(None, None, 2), slice(1, 4, 2)))),
+        (getitem, (table, (slice(2, None, 3), slice(-3, None, 2)))),
         (getitem, (table, i)),
         (getitem, (table, (i, j))),
         (getitem, (table, (slice(None), j))),

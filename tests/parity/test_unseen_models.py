@@ -69,6 +69,19 @@ WAV2VEC2 = {
     **dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout"), 0.0),
     **dict.fromkeys(("final_dropout", "layerdrop", "mask_time_prob", "mask_feature_prob"), 0.0),
 }  # fmt: skip
+WHISPER = {
+    "vocab_size": 32, "num_mel_bins": 6, "d_model": 12, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 3,
+    "decoder_attention_heads": 3, "encoder_ffn_dim": 20, "decoder_ffn_dim": 20, "max_source_positions": 5, "pad_token_id": 1,
+    "max_target_positions": 8, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 2, "dropout": 0.0,
+}  # fmt: skip
+
+
+def spoken(batch: int, seq: int, generator: torch.Generator) -> zoo.Inputs:
+    """Spectra of 10 frames, and what was said."""
+    features = torch.randn(batch, 6, 10, generator=generator, dtype=torch.float64)
+    return {"input_features": features, "labels": zoo.tokens(32, batch, seq, generator, low=4)}
+
+
 MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[..., zoo.Inputs]]] = {
     "mixtral": (zoo.hf("MixtralForCausalLM", "MixtralConfig", **zoo.LLAMA, **EXPERTS), zoo.causal_lm(32)),
     "gpt-oss": (
@@ -84,6 +97,7 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[..., zoo.Inputs]]] = 
         zoo.classified_images(8, 6, "pixel_values"),
     ),
     "wav2vec2": (zoo.hf("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", **WAV2VEC2), sounds),
+    "whisper": (zoo.hf("WhisperForConditionalGeneration", "WhisperConfig", **WHISPER), spoken),
     "actor": (lambda **sizes: Actor(), acted),
     "fourier": (lambda **sizes: FourierLayer(), signals),
 }

@@ -4,6 +4,7 @@ import re
 import signal
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import plans
 import pytest
@@ -110,6 +111,66 @@ def test_channels_of_a_residual_network_alternate() -> None:
         "layer2.conv2.weight:1",
     }
     assert not [name for name in split if name.startswith("stem")]
+
+
+def of_real_size(architecture: str, config: str, inputs: dict[str, Tensor], **fields: Any) -> PlannableGraph:
+    """A model without weights."""
+    with torch.device("meta"):
+        model = getattr(transformers, architecture)(getattr(transformers, config)(**fields))
+    return plans.annotated(trace(model, inputs))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("MixtralForCausalLM", "MixtralConfig"),
+        pytest.param("GptOssForCausalLM", "GptOssConfig", marks=pytest.mark.slow),
+        pytest.param("Qwen3MoeForCausalLM", "Qwen3MoeConfig", marks=pytest.mark.slow),
+    ],
+)
+def test_many_experts_are_split_and_attention_too(architecture: str, config: str) -> None:
+    """Every token is multiplied with the weights of its own experts, not with all, so attention is no small part."""
+    ids = torch.zeros(2, 512, dtype=torch.int64)
+    graph = of_real_size(architecture, config, {"input_ids": ids, "labels": ids}, num_hidden_layers=1)
+    assert {c.name for c in chosen(graph, 4)} == {"kv_heads", "ffn", "vocab"}
+    split = plans.compile_with(graph, "tp", 4, outputs="loss")
+    assert Counter(a.step.kind for a in split.program.adapters() if a.step.kind != "keep_one") == {
+        "all_reduce": 3,  # the embedding, attention, the experts
+        "grad_all_reduce": 3,  # attention, the experts, the head
+    }
+
+
+def test_a_vocabulary_is_looked_up_by_shifted_tokens() -> None:
+    """Whisper's decoder writes the labels into zeros, one place later; a long encoder makes its own products a small part."""
+    inputs = {"input_features": torch.zeros(2, 80, 3000), "labels": torch.zeros(2, 64, dtype=torch.int64)}
+    sizes = {"d_model": 384, "encoder_attention_heads": 6, "decoder_attention_heads": 6}
+    graph = of_real_size(
+        "WhisperForConditionalGeneration", "WhisperConfig", inputs, encoder_layers=1, decoder_layers=1, **sizes
+    )
+    split = {name for c in chosen(graph) for name in c.parameters}
+    whole = [f"{part}.weight:0" for part in ("encoder_attn.q_proj", "encoder_attn.k_proj", "encoder_attn.v_proj")]
+    assert {"model.decoder.embed_tokens.weight:0", *(f"model.decoder.layers.0.{name}" for name in whole)} <= split
+    assert {c.name for c in chosen(graph)} == {"heads", "ffn", "vocab"}
+
+
+class Normalised(nn.Module):
+    """Linear layers of which the weights are made of parameters: norm and direction, and a transposed matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.utils.parametrizations.weight_norm(nn.Linear(8, 32))
+        self.down = nn.Parameter(torch.randn(8, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.relu(self.up(x)) @ self.down.t()).square().mean()
+
+
+def test_weights_made_of_parameters_are_weights(tmp_path: Path) -> None:
+    inputs = {"x": torch.randn(4, 8, dtype=torch.float64)}
+    compiled, _ = plans.check_policy(Normalised().double(), inputs, "tp", 2, tmp_path)
+    stored = {d.value.fqn: str(d.layout) for d in compiled.program.declarations}
+    assert stored["down"] == "[8, 32/tp]"
+    assert stored["up.parametrizations.weight.original1"] == "[32/tp, 8]"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-uneven", "t5", "vit-uneven", "dit", "resnet", "unet"])

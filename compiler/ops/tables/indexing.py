@@ -23,7 +23,7 @@ from shardwright.compiler.ops.builder import (
     linear_sets,
     whole_rule,
 )
-from shardwright.compiler.ops.index import pick, read_index, slice_bounds
+from shardwright.compiler.ops.index import Item, pick, read_index, slice_bounds
 from shardwright.compiler.ops.opdef import RuleMaker
 from shardwright.compiler.ops.registry import define
 from shardwright.compiler.ops.rule import DimRefs, FactorKind, LocalSizes, OpRule, TensorRefs
@@ -44,10 +44,16 @@ def _getitem(op: IROp) -> OpRule:
 
 
 def _open_slices(op: IROp, rule: OpRule, local: LocalSizes) -> Mapping[str, Arg]:
-    """Slices that take all of a dim lose their bounds, which count the whole dim."""
+    """Slices that take all of a dim, or a place of every group, lose their end, which counts the whole dim."""
     items = read_index(op.arg("index"), op.operands[0].shape)
     assert items is not None
-    return {"index": tuple(slice(None) if item.kind == "full" else item.arg for item in items)}
+
+    def opened(item: Item) -> Arg:
+        if item.kind not in ("full", "strided"):
+            return item.arg
+        return slice(None) if item.kind == "full" else slice(item.arg.start, None, item.arg.step)
+
+    return {"index": tuple(map(opened, items))}
 
 
 def _brackets(self: Any, index: Any) -> Kwargs:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
+from shardwright.compiler.ops.known_functions import register_known
 from shardwright.compiler.trace import inplace
 from shardwright.compiler.trace.callables import is_getter, is_setter, plain_name
 from shardwright.compiler.trace.constants import Constants
@@ -301,6 +302,7 @@ class Tracer(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 return original(*args, **kwargs)
 
+        register_known(cls)
         target = cls if registry.find(cls) else original
         return self.record(target, cls.__name__, args, kwargs, run=run)
 

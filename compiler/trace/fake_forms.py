@@ -41,7 +41,21 @@ def _ctc_loss(
     return loss if reduction == "none" else loss.sum()
 
 
-FAKE_FORMS: dict[Any, Callable[..., Tensor]] = {F.gaussian_nll_loss: _gaussian_nll_loss, F.ctc_loss: _ctc_loss}
+def _getitem(x: Tensor, index: Any) -> Tensor:
+    """A place as a tensor without dims is read as a number."""
+
+    def place(item: Any) -> Any:
+        is_place = isinstance(item, Tensor) and item.ndim == 0 and item.dtype not in (torch.bool, torch.uint8)
+        return 0 if is_place else item
+
+    return x[tuple(map(place, index))] if isinstance(index, tuple) else x[place(index)]
+
+
+FAKE_FORMS: dict[Any, Callable[..., Tensor]] = {
+    F.gaussian_nll_loss: _gaussian_nll_loss,
+    F.ctc_loss: _ctc_loss,
+    torch.Tensor.__getitem__: _getitem,
+}
 """What to run in a function's place while tracing: it gives a tensor of the right shape, dtype and gradient."""
 
 FAKE_FORMS |= {

@@ -207,8 +207,8 @@ class Recorder:
 
     # arguments
 
-    def arg(self, arg: Any) -> Arg:
-        """An argument of a call of the running model as an argument of the graph."""
+    def arg(self, arg: Any, caller: str = "an operator") -> Arg:
+        """An argument of a call of the running model as an argument of the graph. ``caller``: whose, for errors."""
         if isinstance(arg, torch.Tensor):
             return self.value(arg)
         if isinstance(arg, np.generic):  # before the Python numbers: np.float64 is a float
@@ -220,7 +220,7 @@ class Recorder:
         if isinstance(arg, type) and arg in _PYTHON_DTYPES:
             return _PYTHON_DTYPES[arg]
         if isinstance(arg, tuple | list):
-            return tuple(self.arg(item) for item in arg)
+            return tuple(self.arg(item, caller) for item in arg)
         if isinstance(arg, slice):
             return slice(self.arg(arg.start), self.arg(arg.stop), self.arg(arg.step))
         if isinstance(arg, torch.device):
@@ -230,12 +230,17 @@ class Recorder:
             return self.value(self.make_constant(torch.from_numpy(arg)))
         if isinstance(arg, range):
             return tuple(arg)
-        if arg is Ellipsis or isinstance(arg, torch.memory_format | torch.layout) or callable(arg):
+        is_module = isinstance(arg, torch.nn.Module)
+        if arg is Ellipsis or isinstance(arg, torch.memory_format | torch.layout) or (callable(arg) and not is_module):
             return arg
+        hint = "pass tensors, numbers, strings, dtypes and tuples of these, of an object or dict what is used of it"
+        if is_module:
+            hint = "call the module outside, or in a function under torch.utils.checkpoint, which is traced through"
         raise TraceError(
-            f"an operator got an argument of type {type(arg).__name__}, which a graph cannot hold",
+            f"{caller} got an argument of type {type(arg).__name__}, which a graph cannot hold",
             where=self.where(),
-            hint="pass tensors, numbers, strings, dtypes and tuples of these",
+            why="a call is written into the generated file, with tensors, numbers, strings and tuples",
+            hint=hint,
         )
 
     # errors

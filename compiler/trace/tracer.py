@@ -26,15 +26,12 @@ from shardwright.compiler.trace.fake_forms import FAKE_FORMS
 from shardwright.compiler.trace.normalise import on_rank_device
 from shardwright.compiler.trace.opening import opened
 from shardwright.compiler.trace.recorder import Call, Recorder, TensorType, Variable
+from shardwright.compiler.trace.values_needed import VALUE_READERS, explained
 from shardwright.runtime.errors import ShardwrightError, TraceError
 
 _LITERALS = {torch.tensor, torch.as_tensor, torch.asarray}
 _UNRECORDED = {"requires_grad_", "is_floating_point", "retain_grad", "__repr__", "__format__", "__str__", "__hash__"}
 _TENSOR_PROPERTIES = {"T", "mT", "H", "mH", "data", "real", "imag"}
-_VALUE_READERS = {
-    "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__", "__contains__",
-    "is_nonzero", "equal", "allclose", "nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount",
-}  # fmt: skip
 _CASTS = {"to", "float", "double", "half", "bfloat16", "int", "long", "bool", "type", "type_as"}
 _DEVICE_MOVES = {"cpu", "cuda", "xpu"}
 _CPU = torch.device("cpu")
@@ -65,7 +62,8 @@ class Tracer(TorchFunctionMode):
             if name == "requires_grad" and args[0].requires_grad and args[1]:  # floating inputs do already
                 return None
             return func(*args)
-        if is_getter(func) and name not in _TENSOR_PROPERTIES or name in _UNRECORDED:
+        formats_value = name == "__format__" and args[1]
+        if is_getter(func) and name not in _TENSOR_PROPERTIES or (name in _UNRECORDED and not formats_value):
             return func(*args, **kwargs)
         if is_getter(func) and name in ("H", "mH"):
             func = torch.adjoint
@@ -74,10 +72,10 @@ class Tracer(TorchFunctionMode):
         except ShardwrightError:
             raise
         except (*_DATA_DEPENDENT, UnsupportedOperatorException) as error:
-            raise self._untraceable(name, error) from error
+            raise self._untraceable(func, name, error) from error
         except Exception as error:
-            if name in _VALUE_READERS:
-                raise self._untraceable(name, error) from error
+            if name in VALUE_READERS:
+                raise self._untraceable(func, name, error) from error
             raise
 
     def _call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -99,7 +97,7 @@ class Tracer(TorchFunctionMode):
             raise self._error(
                 f"forward calls {name}() on a tensor, which tracing would lose", "write it as a torch.autograd.Function"
             )
-        if name in _VALUE_READERS and (real := self._real_values(args)) is not None:
+        if name in VALUE_READERS and (real := self._real_values(args)) is not None:
             with unset_fake_temporarily():
                 return func(*real, **kwargs)
         if isinstance(kwargs.get("out"), torch.Tensor):
@@ -167,7 +165,8 @@ class Tracer(TorchFunctionMode):
             kwargs = on_rank_device(func, kwargs, results[0].dtype)
         if name == "__getitem__":
             args = (args[0], self._index(args[1]))
-        call = Call(func, name, recorder.arg(tuple(args)), {key: recorder.arg(v) for key, v in kwargs.items()})
+        caller = f"{name}()"
+        call = Call(func, name, recorder.arg(tuple(args), caller), {k: recorder.arg(v, caller) for k, v in kwargs.items()})
         values = recorder.emit(call, [TensorType.of(result) for result in results])
         self._bind(results, values, inputs, call)
         return out
@@ -311,14 +310,11 @@ class Tracer(TorchFunctionMode):
     def _error(self, what: str, hint: str, why: str | None = None) -> TraceError:
         return TraceError(what, where=self._recorder.where(), why=why, hint=hint)
 
-    def _untraceable(self, name: str, error: Exception) -> TraceError:
+    def _untraceable(self, func: Any, name: str, error: Exception) -> TraceError:
         if isinstance(error, UnsupportedOperatorException):
             return self._error(f"{name}() has no rule for fake tensors", "hide the call behind register_op", str(error))
-        return self._error(
-            f"{name}() needs the values of a tensor while tracing",
-            "use torch.where or masking instead of branching on values, or put the code into a function and register_op it",
-            "the traced graph must be right for all inputs, and no values exist while tracing",
-        )
+        why, hint = explained(func, name)
+        return self._error(f"{name}() needs the values of a tensor while tracing", hint, why)
 
 
 def _tensors(arg: Any) -> Iterator[torch.Tensor]:

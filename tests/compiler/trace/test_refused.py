@@ -7,8 +7,10 @@ import warnings
 
 import pytest
 import torch
+from interpret import run_graph
 from torch import Tensor, nn
 
+from shardwright.compiler.ops.register import register_op
 from shardwright.compiler.trace import trace
 from shardwright.runtime.errors import TraceError
 
@@ -60,23 +62,39 @@ def mask_select(x: Tensor) -> Tensor:
     return x[x > 0]
 
 
+def first_rows(x: Tensor) -> Tensor:
+    return x[: int(x.sum())]
+
+
+def repeats(x: Tensor) -> Tensor:
+    return x.repeat_interleave(x.argmax(-1), 0)
+
+
+def formats(x: Tensor) -> Tensor:
+    print(f"{x.sum():.3f}")
+    return x
+
+
 def to_numpy(x: Tensor) -> Tensor:
     return x + x.detach().numpy().sum()
 
 
 @pytest.mark.parametrize(
-    ("function", "name"),
+    ("function", "name", "remedy"),
     [
-        (branches, "__bool__"),
-        (item, "item"),
-        (loops, "item"),
-        (nonzero, "nonzero"),
-        (mask_select, "__getitem__"),
-        (to_numpy, "numpy"),
+        (branches, "__bool__", "choose between results with torch.where, apply a mask whether it masks anything or not"),
+        (item, "item", "keep it a tensor: x * y.max() computes what x * y.max().item() does"),
+        (loops, "item", "keep it a tensor"),
+        (first_rows, "__int__", "use the tensor itself as an index, or a mask over all places"),
+        (nonzero, "nonzero", "keep all elements, and give those that do not count the weight 0"),
+        (mask_select, "__getitem__", "keep all elements, and give those that do not count the weight 0"),
+        (repeats, "repeat_interleave", "pass output_size=, the sum of the repeats"),
+        (to_numpy, "numpy", "compute with torch's own operators on the tensor"),
+        (formats, "__format__", "leave printing out of forward, or print what it returns"),
     ],
 )
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_values_are_needed(function: object, name: str, dynamic: bool) -> None:
+def test_values_are_needed(function: object, name: str, remedy: str, dynamic: bool) -> None:
     if dynamic and function is loops:
         pytest.skip("iterating over a dynamic dim is refused before")
     text = error_of(function, dynamic_dims={"x": {0: "rows"}} if dynamic else None)
@@ -84,10 +102,36 @@ def test_values_are_needed(function: object, name: str, dynamic: bool) -> None:
     assert first == f"{name}() needs the values of a tensor while tracing"
     line = function.__code__.co_firstlineno
     assert any(f"{__file__}:{line + offset} in (root) (Apply)" in where for offset in (1, 2)), where
-    assert why == "  why:   the traced graph must be right for all inputs, and no values exist while tracing"
-    assert hint == (
-        "  try:   use torch.where or masking instead of branching on values, or put the code into a function and register_op it"
+    unsized = "the size of what it returns depends on values; " if name in ("nonzero", "__getitem__") else ""
+    assert why == f"  why:   {unsized}the traced graph must be right for all inputs, and no values exist while tracing"
+    assert hint.startswith(f"  try:   {remedy}")
+    assert hint.endswith("; or put the code into a function, and register_op it with fake=")
+
+
+@register_op("* -> *")
+def scaled_by_largest(x: Tensor) -> Tensor:
+    return x * x.max().item()
+
+
+def test_a_registered_function_that_reads_values_wants_a_fake() -> None:
+    text = error_of(scaled_by_largest)
+    assert text.startswith("scaled_by_largest() needs the values of a tensor while tracing")
+    assert text.endswith(
+        "  try:   pass fake= to register_op, a function that is called instead and returns empty tensors like the results"
     )
+
+
+def test_a_place_without_dims_is_an_index() -> None:
+    """What the hint for ``x[int(i)]`` says, and what the value of a constant may do."""
+
+    class Largest(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert f"{torch.tensor(0.5):.2f}" == "0.50"
+            return x[x[:, 0].argmax()] + x[1, x[0].argmax()]
+
+    x = torch.randn(3, 4, dtype=torch.float64)
+    graph = trace(Largest(), {"x": x})
+    torch.testing.assert_close(run_graph(graph, Largest(), {"x": x}), Largest()(x))
 
 
 def test_vmap() -> None:
@@ -299,3 +343,39 @@ def test_state_changed_by_forward_is_restored() -> None:
     module = Remembers()
     trace(module, {"x": X})
     assert module.losses == [] and module.calls == {"count": 0} and not hasattr(module, "last")
+
+
+class Scaled(torch.autograd.Function):
+    """Takes what is no tensor and no number."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, by: object) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * 2, None
+
+
+@pytest.mark.parametrize(
+    ("argument", "kind", "remedy"),
+    [
+        (
+            {"by": 2},
+            "dict",
+            "pass tensors, numbers, strings, dtypes and tuples of these, of an object or dict what is used of it",
+        ),
+        (
+            nn.Linear(4, 4),
+            "Linear",
+            "call the module outside, or in a function under torch.utils.checkpoint, which is traced through",
+        ),
+    ],
+)
+def test_arguments_that_no_file_can_hold(argument: object, kind: str, remedy: str) -> None:
+    text = error_of(lambda x: Scaled.apply(x, argument))
+    first, where, why, hint = text.split("\n")
+    assert first == f"Scaled() got an argument of type {kind}, which a graph cannot hold"
+    assert f"{__file__}:" in where and where.endswith("in (root) (Apply)")
+    assert why == "  why:   a call is written into the generated file, with tensors, numbers, strings and tuples"
+    assert hint == f"  try:   {remedy}"

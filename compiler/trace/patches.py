@@ -1,7 +1,7 @@
 """What torch must do differently while a trace runs; everything is put back afterwards.
 
 Most calls reach the tracer through torch's function dispatch. These do not: ``autograd.Function.apply``, activation
-checkpointing, scripted functions, compiled functions, and checks of values.
+checkpointing, scripted functions, compiled functions, checks of values, and batch norms that count their batches.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint as checkpointing
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwright.compiler.trace.running_modules import RunningModules
 from shardwright.runtime.errors import TraceError
@@ -48,6 +50,7 @@ def patched(
         stack.enter_context(_checkpoints_traced_through(running))
         stack.enter_context(_scripts_inlined())
         stack.enter_context(_training_watched(note_training))
+        stack.enter_context(_batches_averaged())
         stack.enter_context(_constants_readable(real_values))
         if hasattr(torch, "_check_tensor_all_with"):  # a check of values: nothing to check, nothing to compute
             stack.enter_context(replaced(torch, "_check_tensor_all_with", lambda *args, **kwargs: None))
@@ -145,4 +148,28 @@ def _training_watched(note_training: Callable[[], None]) -> Iterator[None]:
         module.__dict__["training"] = training
 
     with replaced(torch.nn.Module, "training", property(read, store)):
+        yield
+
+
+@contextmanager
+def _batches_averaged() -> Iterator[None]:
+    """Batch norms with ``momentum=None`` keep the average over all batches. Their forward reads the number of batches as a
+    float; here it stays a tensor.
+    """
+    original = _BatchNorm.forward
+
+    def forward(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+        count, mean, var = self.num_batches_tracked, self.running_mean, self.running_var
+        if self.momentum is not None or not self.training or count is None or mean is None or var is None:
+            return original(self, input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            count.add_(1)
+            share = 1.0 / count.to(mean.dtype)
+            of_batch = torch.var_mean(input.to(mean.dtype), [0, *range(2, input.ndim)])
+            for running, new in zip((var, mean), of_batch, strict=True):
+                running.add_((new - running) * share)
+        return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+    with replaced(_BatchNorm, "forward", forward):
         yield

@@ -1,11 +1,14 @@
 """Long lines are broken the way ``ruff format`` breaks them."""
 
+import ast
 import subprocess
 import sys
+import tokenize
+from pathlib import Path
 
 import pytest
 
-from shardwright.compiler.codegen.text import Line, layout_lines, names_read, split_commas, wrap, wrap_statement
+from shardwright.compiler.codegen.text import Line, _tokens, layout_lines, names_read, split_commas, wrap, wrap_statement
 
 A, B, C = "a" * 20, "b" * 20, "c" * 20
 
@@ -86,3 +89,31 @@ def test_a_comment_that_does_not_fit_stands_above() -> None:
     ]
     parts = ["y" * 70, "z" * 70]
     assert layout_lines([Line("x = 1", "  ".join(parts))], 4) == [f"    # {parts[0]}", f"    # {parts[1]}", "    x = 1"]
+
+
+GENERATED = sorted((Path(__file__).parents[2] / "golden").glob("gpt.*.py"))
+SIGNS = [
+    "x = a ** -1.5e-05 // b",
+    "y: int = 0x1F + 1_000j - .5",
+    "a @= (c := d) != e <= f >> 2",
+    r"""f(b'\'', r'\d', "it's")[..., ::-1]""",
+]
+
+
+@pytest.mark.parametrize("path", [*GENERATED, None], ids=lambda path: path.name if path else "signs")
+def test_tokens_are_those_of_python(path: Path | None) -> None:
+    lines = [line.split("  # ")[0].strip() for line in path.read_text().splitlines()] if path else SIGNS
+    statements = [line for line in lines if '"""' not in line and is_python(line)]
+    assert len(statements) > len(lines) // 2
+    for line in statements:
+        tokens = tokenize.generate_tokens(iter([line]).__next__)
+        expected = [(token.start[1], token.end[1], token.string) for token in tokens if token.string]
+        assert [(start, end, text) for start, end, text, _ in _tokens(line)] == expected, line
+
+
+def is_python(line: str) -> bool:
+    try:
+        ast.parse(line)
+    except SyntaxError:  # a line of a longer statement or text
+        return False
+    return True

@@ -225,12 +225,12 @@ class Communicator:
         send_sizes, receive_sizes = [piece.numel() for piece in pieces], [math.prod(shape) for shape in shapes]
         self._count(phase, "all_to_all", pieces[0], sum(send_sizes), sum(receive_sizes) - receive_sizes[self.index])
         sent, result = pieces[0].new_empty(sum(send_sizes)), pieces[0].new_empty(sum(receive_sizes))
-        for chunk, piece in zip(torch.split(sent, send_sizes), pieces, strict=True):
+        for chunk, piece in zip(sent.split_with_sizes(send_sizes), pieces, strict=True):
             chunk.view(piece.shape).copy_(piece.detach())
         self.transport.all_to_all(sent, send_sizes, result, receive_sizes)
         if len(set(map(tuple, shapes))) == 1:
             return _rows_as(result.view(self.size, receive_sizes[0]), shapes[0])
-        return [chunk.view(tuple(shape)) for chunk, shape in zip(torch.split(result, receive_sizes), shapes, strict=True)]
+        return [chunk.view(tuple(shape)) for chunk, shape in zip(result.split_with_sizes(receive_sizes), shapes, strict=True)]
 
     def broadcast(self, x: Tensor, src_index: int, *, phase: Phase = "setup") -> Tensor:
         """The ``x`` of member ``src_index``, as a new tensor. On the others ``x`` tells shape and dtype only."""

@@ -63,11 +63,14 @@ class CommunicationCounters:
 
     def add(self, phase: Phase, collective: str, axis: str, elements: int, element_bytes: int, received: float) -> None:
         """Count one call. Counters that listen (see :meth:`listen`) count it too."""
-        key = CommunicationKey(phase, collective, axis)
         volume = CommunicationVolume(1, elements, elements * element_bytes, received)
-        self._volumes[key] = self._volumes.get(key, CommunicationVolume()) + volume
+        self._add(CommunicationKey(phase, collective, axis), volume)
+
+    def _add(self, key: CommunicationKey, volume: CommunicationVolume) -> None:
+        known = self._volumes.get(key)
+        self._volumes[key] = volume if known is None else known + volume
         for listener in self._listeners:
-            listener.add(phase, collective, axis, elements, element_bytes, received)
+            listener._add(key, volume)
 
     def total(
         self, collective: str | None = None, *, axis: str | None = None, phase: Phase | None = None

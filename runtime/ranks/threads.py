@@ -38,6 +38,7 @@ class ThreadTransport:
         self._hub = hub
         self._ranks = ranks
         self._index = ranks.index(rank)
+        self._of_whom = f"of {in_words(ranks)}"
         self._num_calls = 0
 
     def all_reduce_(self, x: Tensor, op: ReduceOp) -> None:
@@ -71,11 +72,9 @@ class ThreadTransport:
 
     def all_to_all(self, x: Tensor, send_sizes: list[int], result: Tensor, receive_sizes: list[int]) -> None:
         assert x.is_contiguous() and result.is_contiguous(), "NCCL sends contiguous tensors only"
-        table = self._meet(f"all_to_all({x.dtype})", torch.split(x, send_sizes), _copied)
-        for size, target, row in zip(receive_sizes, torch.split(result, receive_sizes), table, strict=True):
-            chunk = row[self._index]
-            assert chunk.numel() == size, f"{chunk.numel()} elements came in where {size} were expected"
-            target.copy_(chunk)
+        sizes, received = self._meet(f"all_to_all({x.dtype})", (x, send_sizes), _exchanged)[self._index]
+        assert sizes == receive_sizes, f"{sizes} elements came in where {receive_sizes} were expected"
+        result.copy_(received)
 
     def broadcast_(self, x: Tensor, src_index: int) -> None:
         x.copy_(self._meet(f"broadcast({_describe(x)}, from index {src_index})", x, lambda given: given[src_index].clone()))
@@ -94,8 +93,7 @@ class ThreadTransport:
     def _join(self, what: str, given: Any, combine: Combine) -> tuple[int, Meeting]:
         number = self._num_calls
         self._num_calls += 1
-        what = f"{what} of {in_words(self._ranks)}"
-        return number, self._hub.join(what, self._ranks, self._index, number, given, combine)
+        return number, self._hub.join(f"{what} {self._of_whom}", self._ranks, self._index, number, given, combine)
 
     def _meet(self, what: str, given: Any, combine: Combine) -> Any:
         number, meeting = self._join(what, given, combine)
@@ -178,8 +176,10 @@ def _reduce(given: list[Tensor], op: ReduceOp) -> Tensor:
     return result
 
 
-def _copied(given: list[Sequence[Tensor]]) -> list[list[Tensor]]:
-    return [[chunk.clone() for chunk in row] for row in given]
+def _exchanged(given: list[tuple[Tensor, list[int]]]) -> list[tuple[list[int], Tensor]]:
+    """By member, how much came from each, and what, end to end."""
+    rows = [x.split_with_sizes(sizes) for x, sizes in given]
+    return [([chunk.numel() for chunk in column], torch.cat(column)) for column in zip(*rows, strict=True)]
 
 
 _NOT_SENT = (torch.int16, torch.uint16, torch.uint32, torch.uint64)

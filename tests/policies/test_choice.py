@@ -3,6 +3,7 @@
 import re
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,16 @@ def chosen(graph: PlannableGraph, num_ranks: int = 2) -> list[DimClass]:
 STATUS = Path("/proc/self/status")
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Python's handler, which it does not install where the tests were started in the background of a script."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.skipif(not STATUS.exists(), reason="the kernel says nothing of handlers here")
-def test_ctrl_c_stays_pythons() -> None:
+def test_ctrl_c_stays_pythons(ctrl_c: None) -> None:
     """Python does not see it where a solver gives the signal back to the system, which would end the process."""
 
     def is_caught() -> bool:

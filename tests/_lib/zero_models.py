@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import zoo
+from verified import verify_zoo
 from zero_training import OPTIMIZERS
 
-from shardwright.compiler.verification.verify import VerifyReport, verify
+from shardwright.compiler.verification.verify import VerifyReport
 from shardwright.runtime.training.optimizer import ParallelOptimizer
 
 FACTORS: dict[str, list[Any]] = {
@@ -66,12 +66,11 @@ def train(case: Case) -> VerifyReport:
         config["distributed_optimizer"] = {**config["distributed_optimizer"], **table}
     else:
         config |= {"reducer_bucket_cap_mb": case["cap_mb"], "use_async_reducer": case["overlap"]}
-    entry = zoo.get(case["model"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         optimizer = clipped(case["optimizer"])
         num_samples = None if has_stages else case["accumulate"]
-        return verify(entry.build(), entry.inputs(), policy, config, optimizer=optimizer, num_samples=num_samples)
+        return verify_zoo(case["model"], policy, config, optimizer=optimizer, num_samples=num_samples)
 
 
 def clipped(optimizer: str) -> Any:

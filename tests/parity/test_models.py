@@ -8,8 +8,7 @@ import warnings
 
 import pytest
 import zoo
-
-from shardwright.compiler.verification.verify import verify
+from verified import verify_zoo
 
 CONFIGURATIONS = [
     ("dp", 1, 2),
@@ -43,11 +42,10 @@ COVER, REST = _cover()
 
 def check(name: str, index: int) -> None:
     policy, plan_ngpus, runtime_ngpus = CONFIGURATIONS[index]
-    entry = zoo.get(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = {"plan_ngpus": plan_ngpus, "runtime_ngpus": runtime_ngpus}
-        report = verify(entry.build(), entry.inputs(), policy, config)
+        report = verify_zoo(name, policy, config)
     assert report.ok, str(report)
 
 

@@ -5,16 +5,17 @@ models by a cover. The rest of both products is in the slow tests.
 """
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-import zoo
+from verified import verify_zoo
 
 from shardwright.compiler.schedule.generate import SCHEDULES
-from shardwright.compiler.verification.verify import verify
+from shardwright.compiler.verification.verify import VerifyReport, verify
 from shardwright.runtime.errors import PlanError
 
 SIZES: list[dict[str, Any]] = [
@@ -32,13 +33,14 @@ SIZES: list[dict[str, Any]] = [
 MODELS = ["gpt2", "llama", "t5", "vit", "resnet", "unet", "gpt2-uneven", "bert", "transformer"]
 
 
-def check(model: torch.nn.Module, inputs: dict[str, Any], sizes: dict[str, Any]) -> None:
+def check(verified: Callable[..., VerifyReport], sizes: dict[str, Any]) -> None:
+    """``verified``: verifies some model when it is given a policy and a config."""
     options = dict(sizes)
     policy, plan_ngpus, runtime_ngpus = (options.pop(name) for name in ("policy", "plan_ngpus", "runtime_ngpus"))
     config = {"plan_ngpus": plan_ngpus, "runtime_ngpus": runtime_ngpus, "use_end2end": True, "pas_config": options}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        report = verify(model, inputs, policy, config)
+        report = verified(policy, config)
     assert report.ok, str(report)
 
 
@@ -66,7 +68,7 @@ def check_schedule(schedule: str, num_ranks: int, numbers_of_microbatches: Itera
         if SCHEDULES[schedule].whole_rounds and num_microbatches % num_ranks:
             continue
         sizes = {"policy": "pp", "plan_ngpus": num_ranks, "runtime_ngpus": num_ranks}
-        check(Deep(), inputs, {**sizes, "schedule": schedule, "num_microbatches": num_microbatches})
+        check(partial(verify, Deep(), inputs), {**sizes, "schedule": schedule, "num_microbatches": num_microbatches})
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
@@ -93,37 +95,33 @@ COVER, REST = _cases()
 
 @pytest.mark.parametrize(("name", "index"), COVER)
 def test_models(name: str, index: int) -> None:
-    entry = zoo.get(name)
-    check(entry.build(), entry.inputs(), SIZES[index])
+    check(partial(verify_zoo, name), SIZES[index])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "index"), REST)
 def test_models_in_the_rest_of_the_product(name: str, index: int) -> None:
-    entry = zoo.get(name)
-    check(entry.build(), entry.inputs(), SIZES[index])
+    check(partial(verify_zoo, name), SIZES[index])
 
 
 def test_recompute_in_a_pipeline() -> None:
-    entry = zoo.get("gpt2")
     sizes = {"policy": "hybrid", "plan_ngpus": 4, "runtime_ngpus": 4, "recompute": ["transformer.h.*"]}
-    check(entry.build(), entry.inputs(), sizes)
+    check(partial(verify_zoo, "gpt2"), sizes)
 
 
 def test_a_stage_recomputed_as_a_whole() -> None:
-    entry = zoo.get("gpt2")
-    check(entry.build(), entry.inputs(), {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2, "recompute": ["stage:0"]})
+    check(partial(verify_zoo, "gpt2"), {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2, "recompute": ["stage:0"]})
 
 
 def test_a_schedule_by_hand() -> None:
     inputs = {name: torch.ones(3, 6) for name in ("x", "target")}
     by_hand = {"actions": ["0F0 0F1 0F2 0B2 0B0 0B1", "1F0 1F1 1F2 1B2 1I0 1I1 1W1 1W0"]}
-    check(Deep(), inputs, {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2, **by_hand})
+    check(partial(verify, Deep(), inputs), {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2, **by_hand})
 
 
 def test_a_schedule_by_hand_that_waits_in_a_circle() -> None:
     inputs = {name: torch.ones(3, 6) for name in ("x", "target")}
     circle = {"actions": ["0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1"]}
     with pytest.raises(PlanError) as error:
-        check(Deep(), inputs, {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2, **circle})
+        check(partial(verify, Deep(), inputs), {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2, **circle})
     assert "0B0" in str(error.value) and "1F1" in str(error.value) and "0F1" in str(error.value)

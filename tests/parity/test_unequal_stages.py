@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
 from checkpoints import assert_same
 from parity import assert_close_tree
 from tied import SAMPLES, Tied
 from unequal import unequal
+from verified import verify_zoo
 
 import shardwright
 from shardwright.compiler.verification.reference import adamw, reference_run
-from shardwright.compiler.verification.verify import compile_into, verify
+from shardwright.compiler.verification.verify import compile_into
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
@@ -34,13 +34,12 @@ PIPELINES: dict[str, tuple[Any, ...]] = {
 
 
 def check(name: str, case: str, num_units: int, **settings: Any) -> None:
-    entry = zoo.get(name)
     meshes = PIPELINES[case][0]
     num_ranks = sum(torch.Size(mesh.values()).numel() for mesh in meshes)
     config = {"plan_ngpus": num_ranks, "runtime_ngpus": num_ranks * num_units, "use_end2end": True, **settings}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        report = verify(entry.build(), entry.inputs(), unequal(*PIPELINES[case]), config)
+        report = verify_zoo(name, unequal(*PIPELINES[case]), config)
     assert report.ok, str(report)
 
 

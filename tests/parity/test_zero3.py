@@ -13,10 +13,11 @@ import zoo
 from precision import float64_casts
 from spawn import run_processes
 from torch import Tensor, nn
+from verified import verify_zoo
 
 from shardwright.compiler.verification.reference import OptimizerFactory, adamw
 from shardwright.compiler.verification.samples import rolled
-from shardwright.compiler.verification.verify import compile_into, verify
+from shardwright.compiler.verification.verify import compile_into
 from shardwright.runtime import gathered_weights
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import ZERO
@@ -77,16 +78,14 @@ def test_training_equals_one_device(case: Case) -> None:
     """Losses, gradients, parameters and buffers over several steps. With ``use_end2end`` two samples (or as many as the
     schedule has) are accumulated.
     """
-    entry = zoo.get(case[0])
     optimizer: OptimizerFactory = sgd if "grad_reduction" in case[4] else adamw
-    report = verify(entry.build(), entry.inputs(), case[1], config_of(case), steps=2, optimizer=optimizer)
+    report = verify_zoo(case[0], case[1], config_of(case), steps=2, optimizer=optimizer)
     assert report.ok, str(report)
 
 
 def test_without_the_reduce_scatter_gradients_are_wrong_and_losses_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathered_weights, "reduced_piece", gathered_weights.sliced_piece)
-    entry = zoo.get("gpt2")
-    report = verify(entry.build(), entry.inputs(), "dp", config_of(CASES[0]), steps=1)
+    report = verify_zoo("gpt2", "dp", config_of(CASES[0]), steps=1)
     assert all(d.excess <= 1 for d in report.deviations["losses"])
     wrong = {d.name for d in report.deviations["gradients"] if d.excess > 1}
     assert {"transformer.h.0.mlp.c_fc.weight", "lm_head.weight"} & wrong and "transformer.ln_f.weight" not in wrong

@@ -34,7 +34,7 @@ def pytest_collection_finish() -> None:
     """What was imported and collected stays: from here on the collector looks at what tests make."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 10, 10)
+    gc.set_threshold(50_000, 10, 10)
     gc.enable()
 
 

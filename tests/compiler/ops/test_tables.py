@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,11 +21,25 @@ def rand(*shape: int) -> Tensor:
     return torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def source(function: Any, *args: Any, split: str, over: int = 2, **kwargs: Any) -> str:
+def source(call: Call) -> str:
     """The call of one rank when a factor is split."""
-    report = prove(function, args, kwargs, num_ranks=(over,))
-    (found,) = [trial.source for trial in report.trials if trial.assignment == {"a": f"split:{split}" if split else "R"}]
+    report = prove(call.function, call.args, call.kwargs, num_ranks=(call.over,))
+    wanted = {"a": f"split:{call.split}" if call.split else "R"}
+    (found,) = [trial.source for trial in report.trials if trial.assignment == wanted]
     return found
+
+
+@dataclass(frozen=True)
+class Call:
+    function: Any
+    args: tuple[Any, ...]
+    split: str
+    over: int
+    kwargs: dict[str, Any]
+
+
+def call(function: Any, *args: Any, split: str, over: int = 2, **kwargs: Any) -> Call:
+    return Call(function, args, split, over, kwargs)
 
 
 X, IMAGE = rand(4, 6), rand(4, 6, 3, 3)
@@ -34,50 +49,50 @@ DRAWN = 'rng=self.rng, draw="call", layout='
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("split_call", "expected"),
     [
-        (source(torch.mean, X, 1, split="r1"), "mean(x0, dim=1, count=6)"),
-        (source(torch.mean, X, 1, split="a0"), "torch.mean(x0, dim=1)"),
-        (source(F.mse_loss, X, X, split="b1"), "mse_loss(x0, x1, count=24)"),
-        (source(F.kl_div, X, X, split="b0", reduction="batchmean"), 'kl_div(x0, x1, reduction="batchmean", count=4)'),
-        (source(F.group_norm, IMAGE, 3, split="g", over=3), "F.group_norm(x0, 1)"),
-        (source(F.group_norm, IMAGE, 3, split="g"), "F.group_norm(x0, a.local_size(3))"),
-        (source(F.conv2d, IMAGE, rand(4, 3, 3, 3), split="g", groups=2), "F.conv2d(x0, x1, groups=1)"),
-        (source(F.conv2d, IMAGE, rand(4, 3, 3, 3), split="o", groups=2), "F.conv2d(x0, x1, groups=2)"),
-        (source(F.embedding, IDS, TABLE, split="v"), "embedding(x0, x1, vocab_axes=(a,), start=a.offset(7))"),
-        (source(F.embedding, IDS, TABLE, split="h"), "F.embedding(x0, x1)"),
+        (call(torch.mean, X, 1, split="r1"), "mean(x0, dim=1, count=6)"),
+        (call(torch.mean, X, 1, split="a0"), "torch.mean(x0, dim=1)"),
+        (call(F.mse_loss, X, X, split="b1"), "mse_loss(x0, x1, count=24)"),
+        (call(F.kl_div, X, X, split="b0", reduction="batchmean"), 'kl_div(x0, x1, reduction="batchmean", count=4)'),
+        (call(F.group_norm, IMAGE, 3, split="g", over=3), "F.group_norm(x0, 1)"),
+        (call(F.group_norm, IMAGE, 3, split="g"), "F.group_norm(x0, a.local_size(3))"),
+        (call(F.conv2d, IMAGE, rand(4, 3, 3, 3), split="g", groups=2), "F.conv2d(x0, x1, groups=1)"),
+        (call(F.conv2d, IMAGE, rand(4, 3, 3, 3), split="o", groups=2), "F.conv2d(x0, x1, groups=2)"),
+        (call(F.embedding, IDS, TABLE, split="v"), "embedding(x0, x1, vocab_axes=(a,), start=a.offset(7))"),
+        (call(F.embedding, IDS, TABLE, split="h"), "F.embedding(x0, x1)"),
         (
-            source(F.cross_entropy, LOGITS, TARGET, split="c"),
+            call(F.cross_entropy, LOGITS, TARGET, split="c"),
             "cross_entropy(x0, x1, class_axes=(a,), start=a.offset(7), num_classes=7, count=4)",
         ),
         (
-            source(F.cross_entropy, LOGITS, TARGET, split="n"),
+            call(F.cross_entropy, LOGITS, TARGET, split="n"),
             "cross_entropy(x0, x1, row_axes=(a,), num_classes=7, count=4)",
         ),
-        (source(F.cross_entropy, LOGITS, TARGET, split="n", reduction="sum"), 'F.cross_entropy(x0, x1, reduction="sum")'),
-        (source(F.softmax, X, -1, split="c"), "softmax(x0, dim=-1, dim_axes=(a,))"),
+        (call(F.cross_entropy, LOGITS, TARGET, split="n", reduction="sum"), 'F.cross_entropy(x0, x1, reduction="sum")'),
+        (call(F.softmax, X, -1, split="c"), "softmax(x0, dim=-1, dim_axes=(a,))"),
         (
-            source(F.batch_norm, IMAGE, None, None, split="y0", training=True),
+            call(F.batch_norm, IMAGE, None, None, split="y0", training=True),
             "batch_norm(x0, None, None, training=True, batch_axes=(a,), count=36)",
         ),
-        (source(F.dropout, X, split="*0"), f'dropout(x0, {DRAWN}"[4/a, 6]")'),
-        (source(F.dropout, X, split=""), f'dropout(x0, {DRAWN}"[4, 6]")'),
-        (source(F.dropout2d, IMAGE, split="*2"), f'dropout2d(x0, {DRAWN}"[4, 6, 1, 1]")'),
-        (source(F.dropout2d, IMAGE, split="*1"), f'dropout2d(x0, {DRAWN}"[4, 6/a, 1, 1]")'),
-        (source(F.dropout1d, rand(4, 6, 3), split="*1"), f'dropout1d(x0, {DRAWN}"[4, 6/a, 1]")'),
+        (call(F.dropout, X, split="*0"), f'dropout(x0, {DRAWN}"[4/a, 6]")'),
+        (call(F.dropout, X, split=""), f'dropout(x0, {DRAWN}"[4, 6]")'),
+        (call(F.dropout2d, IMAGE, split="*2"), f'dropout2d(x0, {DRAWN}"[4, 6, 1, 1]")'),
+        (call(F.dropout2d, IMAGE, split="*1"), f'dropout2d(x0, {DRAWN}"[4, 6/a, 1, 1]")'),
+        (call(F.dropout1d, rand(4, 6, 3), split="*1"), f'dropout1d(x0, {DRAWN}"[4, 6/a, 1]")'),
         (
-            source(F.feature_alpha_dropout, IMAGE, training=True, split="*0"),
+            call(F.feature_alpha_dropout, IMAGE, training=True, split="*0"),
             f'feature_alpha_dropout(x0, training=True, {DRAWN}"[4/a, 6, 1, 1]")',
         ),
         (
-            source(F.scaled_dot_product_attention, IMAGE, rand(4, 6, 5, 3), rand(4, 6, 5, 2), dropout_p=0.5, split="b1"),
+            call(F.scaled_dot_product_attention, IMAGE, rand(4, 6, 5, 3), rand(4, 6, 5, 2), dropout_p=0.5, split="b1"),
             f'scaled_dot_product_attention(x0, x1, x2, dropout_p=0.5, {DRAWN}"[4, 6/a, 3, 5]")',
         ),
-        (source(torch.rand, 4, 6, split="a0", over=3), f'rand(a.local_size(4), 6, {DRAWN}"[4/a, 6]")'),
+        (call(torch.rand, 4, 6, split="a0", over=3), f'rand(a.local_size(4), 6, {DRAWN}"[4/a, 6]")'),
     ],
 )
-def test_local_calls(text: str, expected: str) -> None:
-    assert text == expected
+def test_local_calls(split_call: Call, expected: str) -> None:
+    assert source(split_call) == expected
 
 
 def rule_of(function: Any, training: Any) -> Any:

@@ -146,6 +146,8 @@ class Tracer(TorchFunctionMode):
         changed = versions != [tensor._version for tensor in inputs if not tensor.is_inference()]
         if changed and not (found and found[0].name in _STATISTICS or name in _STATISTICS):
             hint = "use the form that returns a new tensor"
+            if name.startswith("embedding"):
+                hint = "leave out max_norm, and after optimizer.step() let torch.renorm shorten the rows of the table"
             raise self._error(f"{name}() changes one of its arguments in place", hint, "its functional form is not known")
         if not results:
             return out

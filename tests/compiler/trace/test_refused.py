@@ -379,3 +379,13 @@ def test_arguments_that_no_file_can_hold(argument: object, kind: str, remedy: st
     assert f"{__file__}:" in where and where.endswith("in (root) (Apply)")
     assert why == "  why:   a call is written into the generated file, with tensors, numbers, strings and tuples"
     assert hint == f"  try:   {remedy}"
+
+
+def test_a_table_that_a_lookup_shortens() -> None:
+    module = nn.Embedding(8, 4, max_norm=1.0)
+    with pytest.raises(TraceError) as caught:
+        trace(module, {"input": torch.zeros(2, 3, dtype=torch.int64)})
+    assert str(caught.value).startswith("embedding() changes one of its arguments in place\n")
+    assert str(caught.value).endswith(
+        "leave out max_norm, and after optimizer.step() let torch.renorm shorten the rows of the table"
+    )

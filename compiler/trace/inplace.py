@@ -6,6 +6,7 @@ views of the same root take their values anew when they are next read (:meth:`Re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -54,28 +55,68 @@ def functional_form(function: Any, name: str) -> Callable[..., Any] | None:
     if not name.endswith("_") or name.endswith("__"):
         return None
     base = name[:-1]
-    if base in ("exponential", "random", "cauchy", "geometric", "log_normal"):
-        return getattr(torch.ops.aten, base)  # type: ignore[no-any-return]
     for home in (torch.Tensor, torch, torch.nn.functional):
         if hasattr(home, base):
             return getattr(home, base)  # type: ignore[no-any-return]
     return None
 
 
-def drawn(name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """What ``x.uniform_(...)``, ``x.normal_(...)`` or ``x.bernoulli_(...)`` leaves in ``x``; ``None`` for another ``name``."""
-    if name == "uniform_":
-        low = args[0] if args else kwargs.get("from", 0.0)
-        high = args[1] if len(args) > 1 else kwargs.get("to", 1.0)
-        return _scaled(torch.rand_like(x), high - low, low)
-    if name == "normal_":
-        mean = args[0] if args else kwargs.get("mean", 0.0)
-        std = args[1] if len(args) > 1 else kwargs.get("std", 1.0)
-        return _scaled(torch.randn_like(x), std, mean)
-    if name == "bernoulli_":
-        p = args[0] if args else kwargs.get("p", 0.5)
-        return torch.bernoulli(p.expand_as(x) if isinstance(p, torch.Tensor) else torch.full_like(x, p))
-    return None
+def _uniform(x: torch.Tensor, from_: float = 0.0, to: float = 1.0) -> torch.Tensor:
+    return _scaled(torch.rand_like(x), to - from_, from_)
+
+
+def _normal(x: torch.Tensor, mean: float = 0.0, std: float = 1.0) -> torch.Tensor:
+    return _scaled(torch.randn_like(x), std, mean)
+
+
+def _bernoulli(x: torch.Tensor, p: torch.Tensor | float = 0.5) -> torch.Tensor:
+    return torch.bernoulli(p.expand_as(x) if isinstance(p, torch.Tensor) else torch.full_like(x, p))
+
+
+def _exponential(x: torch.Tensor, lambd: float = 1.0) -> torch.Tensor:
+    """Never zero: what is drawn is often divided by, or its logarithm taken."""
+    return _scaled((-torch.log1p(-torch.rand_like(x))).clamp(min=torch.finfo(x.dtype).tiny), 1 / lambd, 0)
+
+
+def _log_normal(x: torch.Tensor, mean: float = 1.0, std: float = 2.0) -> torch.Tensor:
+    return _normal(x, mean, std).exp()
+
+
+def _cauchy(x: torch.Tensor, median: float = 0.0, sigma: float = 1.0) -> torch.Tensor:
+    return _scaled(torch.tan((torch.rand_like(x) - 0.5) * math.pi), sigma, median)
+
+
+def _geometric(x: torch.Tensor, p: float) -> torch.Tensor:
+    numbers = x if x.is_floating_point() else x.double()
+    drawn = torch.log1p(-torch.rand_like(numbers)) / math.log1p(-p) if p < 1 else torch.ones_like(numbers)
+    return drawn.ceil().clamp(min=1).to(x.dtype)
+
+
+def _random(x: torch.Tensor, from_: int = 0, to: int | None = None) -> torch.Tensor:
+    """``random_(to)`` has one number; without any, all integers that the dtype holds exactly."""
+    every = round(2 / torch.finfo(x.dtype).eps) if x.is_floating_point() else torch.iinfo(x.dtype).max
+    return torch.randint_like(x, from_, every if to is None else to)
+
+
+DRAWS: dict[str, Callable[..., torch.Tensor]] = {
+    "uniform_": _uniform,
+    "normal_": _normal,
+    "bernoulli_": _bernoulli,
+    "exponential_": _exponential,
+    "log_normal_": _log_normal,
+    "cauchy_": _cauchy,
+    "geometric_": _geometric,
+    "random_": _random,
+}
+"""What methods that draw random numbers in place leave in a tensor, by operators that draw alike on all ranks."""
+
+
+def drawn(name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """What ``x.uniform_(...)`` or another method of :data:`DRAWS` leaves in ``x``."""
+    named = {"from_" if key == "from" else key: value for key, value in kwargs.items()}
+    if name == "random_" and len(args) == 1 and "to" not in named:
+        args = (0, *args)
+    return DRAWS[name](x, *args, **named)
 
 
 def _scaled(x: torch.Tensor, factor: float, shift: float) -> torch.Tensor:

@@ -112,7 +112,7 @@ class Tracer(TorchFunctionMode):
             args = tuple(_CPU if isinstance(arg, str) else arg for arg in args)
         if name in ("__setitem__", "copy_", "fill_", "zero_"):
             return self._overwrite(func, name, args, kwargs)
-        if name in ("uniform_", "normal_", "bernoulli_") and func is getattr(torch.Tensor, name):
+        if name in inplace.DRAWS and func is getattr(torch.Tensor, name):
             return self._redraw(func, name, args, kwargs)
         if (written := _inplace_flag(func, args, kwargs)) is not None:
             return self._in_place(func, func, args, kwargs, *written)
@@ -217,10 +217,12 @@ class Tracer(TorchFunctionMode):
     def _redraw(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``x.normal_()`` and the like, as the operators that draw and scale."""
         recorder = self._recorder
+        if kwargs.pop("generator", None) is not None:
+            hint = "leave it out: a compiled module draws from generators of its own, by its seed"
+            raise self._error(f"{name}() is given a generator, which a graph cannot hold", hint)
         target, old = recorder.variable(args[0]), recorder.value(args[0])
         with torch.no_grad(), self:
             fresh = inplace.drawn(name, args[0], args[1:], kwargs)
-        assert fresh is not None
         value = inplace.fitted(recorder, old, recorder.value(fresh))
         out = self._run(func, args, kwargs)
         inplace.write(recorder, target, value)

@@ -46,6 +46,19 @@ class FourierLayer(nn.Module):
         return F.mse_loss(self.down(hidden.transpose(1, 2)).squeeze(-1), y)
 
 
+class Gumbel(nn.Module):
+    """Choices by Gumbel noise, of exponential numbers that are drawn in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.choose, self.down = nn.Linear(2, 12), nn.Linear(12, 6), nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        scores = self.choose(F.gelu(self.up(x)))
+        noise = torch.empty_like(scores).exponential_().log()
+        return F.mse_loss(self.down((scores - noise).softmax(-1)).squeeze(-1), y)
+
+
 def acted(batch: int, seq: int, generator: torch.Generator) -> zoo.Inputs:
     x, old, gains = (torch.randn(*shape, generator=generator).double() for shape in ((batch, 8), (batch,), (batch,)))
     return {"x": x, "actions": torch.randint(5, (batch,), generator=generator), "old": old - 1, "gains": gains}
@@ -99,6 +112,7 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[..., zoo.Inputs]]] = 
     "wav2vec2": (zoo.hf("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", **WAV2VEC2), sounds),
     "whisper": (zoo.hf("WhisperForConditionalGeneration", "WhisperConfig", **WHISPER), spoken),
     "actor": (lambda **sizes: Actor(), acted),
+    "gumbel": (lambda **sizes: Gumbel(), signals),
     "fourier": (lambda **sizes: FourierLayer(), signals),
 }
 

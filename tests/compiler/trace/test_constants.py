@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import numpy as np
 import pytest
 import torch
+from interpret import run_graph
 from torch import Tensor, nn
 from tracing import traced
 
@@ -130,6 +132,46 @@ def test_randomness_stays_an_operator() -> None:
 
     with torch.random.fork_rng():
         traced(Noise(), {"x": X})
+
+
+class Draws(nn.Module):
+    """Every method that draws in place and that has no function of the same name which draws alike on all ranks."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        counts = torch.zeros(len(x), dtype=torch.int64)
+        return [
+            torch.empty_like(x).exponential_(2.0),
+            torch.empty_like(x).log_normal_(std=0.5, mean=0.0),
+            torch.empty_like(x).cauchy_(1.0, sigma=0.1).clamp(0, 2),  # it has no mean
+            torch.empty_like(x).geometric_(0.25),
+            counts.clone().geometric_(0.5).double(),
+            torch.empty_like(x).random_(2, 7),
+            torch.empty_like(x).random_(5),
+            counts.clone().random_(to=5).double(),
+            torch.empty_like(x).random_() / 2**53,
+        ]
+
+
+def test_what_is_drawn_in_place_has_its_distribution() -> None:
+    x = torch.zeros(40_000, dtype=torch.float64)
+    graph = trace(Draws(), {"x": x})
+    outside = [op.target for op in graph.ops if op.target.startswith("torch.ops")]
+    assert not outside, "drawn from the global generator, and differently on every rank"
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        means = [float(values.mean()) for values in run_graph(graph, Draws(), {"x": x})]
+        wanted = [float(values.mean()) for values in Draws()(x)]
+    assert means == pytest.approx(wanted, rel=0.03)
+    assert means == pytest.approx([0.5, math.exp(0.125), 1.0, 4.0, 2.0, 4.0, 2.0, 2.0, 0.5], rel=0.03)
+
+
+def test_a_generator_is_refused() -> None:
+    class Seeded(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.empty_like(x).normal_(generator=torch.Generator())
+
+    with pytest.raises(TraceError, match=r"normal_\(\) is given a generator, which a graph cannot hold\n"):
+        trace(Seeded(), {"x": X})
 
 
 def test_a_captured_meta_tensor_is_refused() -> None:

@@ -25,5 +25,6 @@ class SeldomSeen(torch.nn.Module):
 
 @pytest.mark.parametrize(("is_random", "reference"), [(False, "the model on one device"), (True, "its program on one rank")])
 def test_the_reference_of_a_model_that_draws(is_random: bool, reference: str) -> None:
-    report = verify(SeldomSeen(is_random), {"x": torch.randn(4, 8)}, "tp", ComputeConfig(2, 2))
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2)
+    report = verify(SeldomSeen(is_random), {"x": torch.randn(4, 8)}, "tp", config)
     assert report.ok and report.compared_with.startswith(reference)

@@ -185,7 +185,7 @@ def without_gradients(graph: IRGraph) -> IRGraph:
     """The graph for inference: nothing requires a gradient, so R and G are one and no backward is planned."""
 
     def frozen(value: Any) -> Any:
-        return replace(value, requires_grad=False) if isinstance(value, IRValue) else value
+        return replace(value, requires_grad=False, takes_gradient=False) if isinstance(value, IRValue) else value
 
     def tree(node: Tree) -> Tree:
         return replace(node, value=frozen(node.value), children=tuple((key, tree(child)) for key, child in node.children))

@@ -284,10 +284,10 @@ def _transfer(crossing: Crossing, rank: int, *, arriving: bool, varies: bool) ->
         f'"{crossing.value.name}"',
         f"stage={crossing.source if arriving else crossing.target}",
         f"dtype={crossing.value.dtype}",
-        f"differentiable={crossing.value.requires_grad}",
+        f"differentiable={crossing.value.takes_gradient}",
     ]
     if not varies:
-        gradient = crossing.value.requires_grad
+        gradient = crossing.value.takes_gradient
         end = end_of(crossing.sent, crossing.received, rank, arriving=arriving, differentiable=gradient)
         words[2:2] = [f"shape={end.shape}"]
         words += [f"pieces={_boxes(end.pieces)}", f"grad_pieces={_boxes(end.grad_pieces)}"]

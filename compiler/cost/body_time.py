@@ -71,7 +71,7 @@ def body_time(
     for instruction in program.body:
         runs = 2 if id(instruction) in again else 1
         if isinstance(instruction, Adapt):
-            differentiable = trains and instruction.of.requires_grad
+            differentiable = trains and instruction.of.takes_gradient
             time = step_time(
                 instruction.step, instruction.of.dtype, storage_mesh, storage_ranks, hardware, differentiable=differentiable
             )

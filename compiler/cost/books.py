@@ -90,13 +90,9 @@ class Books:
 def contiguous_form(layout: Layout, value: IRValue, footprints: Footprints) -> TensorForm:
     """The piece of a tensor as it comes to the rank."""
     shape = local_shape(layout, footprints.rank.mesh)
-    return TensorForm.of(footprints.rank.tensor(shape, value.dtype, requires_grad=value.requires_grad))
+    return TensorForm.of(footprints.rank.tensor(shape, value.dtype, requires_grad=value.takes_gradient))
 
 
 def input_forms(program: Program, footprints: Footprints) -> dict[str, TensorForm]:
-    """The inputs of a program. Nothing is differentiated for its own sake: floating inputs take no gradient."""
-    forms = {}
-    for value in program.graph.inputs:
-        form = contiguous_form(program.input_layouts[value.name], value, footprints)
-        forms[value.name] = TensorForm(form.shape, form.strides, form.dtype)
-    return forms
+    """The inputs of a program."""
+    return {value.name: contiguous_form(program.input_layouts[value.name], value, footprints) for value in program.graph.inputs}

@@ -202,7 +202,7 @@ class Footprints:
         if isinstance(instruction, Adapt):
             return self._adapted(instruction, forms[0], trains)
         results = tuple(
-            TensorForm(shape, _contiguous(shape), value.dtype, value.requires_grad and trains)
+            TensorForm(shape, _contiguous(shape), value.dtype, value.takes_gradient and trains)
             for value, layout in zip(instruction.op.results, instruction.layouts, strict=True)
             for shape in (local_shape(layout, self.rank.mesh),)
         )

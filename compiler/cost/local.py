@@ -23,7 +23,7 @@ from shardwright.runtime.layout import Layout, Mesh
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """A tensor on one rank."""
+    """A tensor on one rank. ``requires_grad``: whether a gradient of it is computed."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -71,7 +71,7 @@ def local_call(op: IROp, assignment: Assignment, mesh: Mesh) -> LocalCall:
         for index, (value, refs) in enumerate(zip(values, all_refs, strict=True)):
             uncut = exceptions.get((side, index))
             sizes = local if uncut is None else {**local, **_without_axes(whole, cuts, uncut)}
-            found.append(LocalTensor(tuple(_dim_size(dim, sizes) for dim in refs), value.dtype, value.requires_grad))
+            found.append(LocalTensor(tuple(_dim_size(dim, sizes) for dim in refs), value.dtype, value.takes_gradient))
         return tuple(found)
 
     operands = tensors(op.operands, rule.operands, 0)

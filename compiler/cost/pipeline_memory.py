@@ -115,7 +115,7 @@ class _PositionMemory:
                     crossing.target,
                     local_bytes(sent.layout, crossing.value.dtype, sent.mesh),
                     local_bytes(received.layout, crossing.value.dtype, received.mesh),
-                    crossing.value.requires_grad and self.trains,
+                    crossing.value.takes_gradient and self.trains,
                     source is not None and crossing.value.name in source.kept,
                 )
             )
@@ -248,7 +248,6 @@ class _PositionMemory:
             if value.name in received:
                 storage = ledger.hold(ledger.new(form.num_bytes, "activation"))
             else:
-                form = TensorForm(form.shape, form.strides, form.dtype)
                 storage = ledger.hold(ledger.new(0, "input"))  # counted with all microbatches
             held.append(storage)
             sources[value.name] = form, storage

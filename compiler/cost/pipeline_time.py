@@ -188,7 +188,7 @@ def stage_times(
     kinds = {action.kind for listed in schedule.actions for action in listed if action.stage == index}
     if ActionKind.INPUT_GRADIENT not in kinds:
         return StageTimes(body.forward_s, whole_s, 0.0)
-    inputs = [value.name for value, _ in program.stages[index].receives if value.requires_grad]
+    inputs = [value.name for value, _ in program.stages[index].receives if value.takes_gradient]
     return StageTimes(body.forward_s, *parts_of_backward(own, body, inputs, device, added_s), whole_s)
 
 
@@ -207,7 +207,7 @@ def transfer_seconds(program: PipelineProgram, hardware: Hardware) -> dict[tuple
     found: dict[tuple[int, int], float] = {}
     for crossing in program.crossings:
         for pair, reverse in (((crossing.source, crossing.target), False), ((crossing.target, crossing.source), True)):
-            if not reverse or crossing.value.requires_grad:
+            if not reverse or crossing.value.takes_gradient:
                 found[pair] = found.get(pair, 0.0) + crossing_s(crossing, hardware, reverse=reverse)
     return found
 
@@ -217,7 +217,7 @@ def transfer_bytes(program: PipelineProgram) -> dict[tuple[int, int], float]:
     found: dict[tuple[int, int], float] = {}
     for crossing in program.crossings:
         for pair, reverse in (((crossing.source, crossing.target), False), ((crossing.target, crossing.source), True)):
-            if not reverse or crossing.value.requires_grad:
+            if not reverse or crossing.value.takes_gradient:
                 found[pair] = found.get(pair, 0.0) + sum(sent_bytes(crossing, reverse=reverse).values())
     return found
 

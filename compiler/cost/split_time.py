@@ -53,7 +53,7 @@ def parts_of_instructions(
         if inner.isdisjoint(value.name for value in reads(instruction)):
             yield 0.0, time.backward_s
             continue
-        inner.update(value.name for value in writes(instruction) if value.requires_grad)
+        inner.update(value.name for value in writes(instruction) if value.takes_gradient)
         if isinstance(instruction, Adapt):
             yield time.backward_s, 0.0
         else:

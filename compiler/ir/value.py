@@ -52,9 +52,10 @@ class SourceLocation:
 class IRValue:
     """One tensor of the graph. ``name`` is unique in its graph, stable between runs, and a Python identifier.
 
-    ``shape`` is the global shape. ``requires_grad`` says whether a gradient flows to it in training; inputs of floating
-    dtype count as differentiable, as the caller may pass one that is. ``fqn`` is the original dotted name of a parameter
-    or buffer; ``aliases`` are its other names where it is tied.
+    ``shape`` is the global shape. ``requires_grad`` says whether a gradient may flow to it in training; inputs of floating
+    dtype count as differentiable, as the caller may pass one that is. ``takes_gradient``: whether one does where the caller
+    passes none, which is what time and memory are counted for: it is a trained parameter, or is made of one. ``fqn`` is the
+    original dotted name of a parameter or buffer; ``aliases`` are its other names where it is tied.
     """
 
     name: str
@@ -65,6 +66,7 @@ class IRValue:
     fqn: str | None = None
     aliases: tuple[str, ...] = ()
     persistent: bool = True  # of a buffer: saved in the state dict
+    takes_gradient: bool = False
 
     def __post_init__(self) -> None:
         assert self.kind not in (ValueKind.PARAMETER, ValueKind.BUFFER) or self.fqn, f"{self.name} has no FQN"

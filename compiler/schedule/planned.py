@@ -58,7 +58,7 @@ def by_hand(actions: tuple[str, ...]) -> Schedule:
 def dataflow_of(program: PipelineProgram, num_stages: int) -> Dataflow:
     """What crosses between the stages of one body."""
     pairs = {(crossing.source, crossing.target) for crossing in program.crossings}
-    with_gradient = {(c.source, c.target) for c in program.crossings if c.value.requires_grad}
+    with_gradient = {(c.source, c.target) for c in program.crossings if c.value.takes_gradient}
     consumers: dict[int, list[int]] = {}
     for source, target in sorted(pairs):
         consumers.setdefault(source, []).append(target)

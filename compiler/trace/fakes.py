@@ -90,6 +90,7 @@ def source_value(tensor: ModuleTensor, names: Namer) -> IRValue:
         fqn=tensor.names[0],
         aliases=tensor.names[1:],
         persistent=tensor.persistent,
+        takes_gradient=tensor.is_parameter and tensor.original.requires_grad,
     )
 
 

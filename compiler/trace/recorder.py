@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardwright.compiler.ir.op import Arg, IROp, RankDevice
+from shardwright.compiler.ir.op import Arg, IROp, RankDevice, leaves
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.trace.autocast import autocast_dtype
 from shardwright.compiler.trace.dynamic import Dynamic
@@ -149,7 +149,8 @@ class Recorder:
         """Append the canonical operator for ``call``; the values of its results."""
         frame = user_frame()
         bound = bind(call.function, call.args, call.kwargs, where=self.where(frame))
-        values = self._name_results(list(results), bound.name, frame)
+        trained = any(isinstance(leaf, IRValue) and leaf.takes_gradient for _, arg in bound.args for leaf in leaves(arg))
+        values = self._name_results(list(results), bound.name, frame, trained=trained)
         self.calls.update({value.name: (call, index) for index, value in enumerate(values)})
         self.ops.append(
             IROp(
@@ -181,7 +182,10 @@ class Recorder:
         finally:
             self._label = outer
 
-    def _name_results(self, results: list[TensorType], word: str, frame: FrameType | None) -> list[IRValue]:
+    def _name_results(
+        self, results: list[TensorType], word: str, frame: FrameType | None, *, trained: bool
+    ) -> list[IRValue]:
+        """``trained``: whether they are made of something that takes a gradient."""
         return [
             IRValue(
                 self.names.unique(label),
@@ -189,6 +193,7 @@ class Recorder:
                 result.dtype,
                 result.requires_grad,
                 ValueKind.ACTIVATION,
+                takes_gradient=trained and result.requires_grad,
             )
             for label, result in zip(self._labels(len(results), word, frame), results, strict=True)
         ]

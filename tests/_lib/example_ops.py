@@ -37,13 +37,17 @@ def example_op(call: Call) -> tuple[IROp, list[Tensor]]:
         bound_args, bound_kwargs = normalise(args, kwargs) if normalise else (args, kwargs)
     bound = dict(opdef.bind(bound_args, bound_kwargs))
     operands = [leaf for arg in bound.values() for leaf in leaves(arg) if isinstance(leaf, Tensor)]
-    values = iter([IRValue(f"x{i}", tuple(x.shape), x.dtype, x.requires_grad) for i, x in enumerate(operands)])
+    values = iter([_value(f"x{i}", x) for i, x in enumerate(operands)])
     named = map_leaves(tuple(bound.values()), lambda leaf: next(values) if isinstance(leaf, Tensor) else leaf)
     op = IROp(opdef.name, opdef.name, tuple(zip(bound, named, strict=True)), ())
     plain = run_op(op, operands) if isinstance(function, OpDef) else getattr(function, "apply", function)(*args, **kwargs)
     results = tensors_of(plain)
-    op = replace(op, results=tuple(IRValue(f"y{i}", tuple(y.shape), y.dtype, y.requires_grad) for i, y in enumerate(results)))
+    op = replace(op, results=tuple(_value(f"y{i}", y) for i, y in enumerate(results)))
     return replace(op, rule=instantiate(opdef, op)), operands
+
+
+def _value(name: str, x: Tensor) -> IRValue:
+    return IRValue(name, tuple(x.shape), x.dtype, x.requires_grad, takes_gradient=x.requires_grad)
 
 
 def run_op(op: IROp, operands: list[Tensor]) -> Any:

@@ -44,7 +44,8 @@ class Again(Enum):
 @dataclass(frozen=True, slots=True)
 class ValueType:
     """What conversions depend on beside the layouts. ``microbatches``: how often they run per step. ``is_weight``: it is a
-    parameter, whose pieces are gathered for their uses only.
+    parameter, whose pieces are gathered for their uses only. ``takes_gradient``: whether the backward of its adapters runs,
+    if it is differentiable.
     """
 
     dtype: torch.dtype
@@ -52,6 +53,7 @@ class ValueType:
     microbatches: int = 1
     is_weight: bool = False
     again: Again = Again.NONE
+    takes_gradient: bool = True
 
     @property
     def gathers_again(self) -> bool:
@@ -188,7 +190,7 @@ class Conversions:
         return found
 
     def _pair(self, kind: ValueType, source: int, goal: int) -> _Pair:
-        pairs = self._pairs.setdefault((kind.dtype, kind.differentiable, kind.is_weight), {})
+        pairs = self._pairs.setdefault((kind.dtype, kind.differentiable, kind.is_weight, kind.takes_gradient), {})
         found = pairs.get((source, goal))
         if found is None:
             found = pairs[source, goal] = _Pair.of(*self._weighed(kind, source, goal))
@@ -286,7 +288,7 @@ def _computed_again(parents: Ids, gathers: npt.NDArray[np.bool_]) -> npt.NDArray
 def _step(kind: ValueType, name: str, forward_s: float, backward_s: float) -> StepTime:
     """The time of one adapter; pieces of weights are gathered once more in the backward."""
     regathered_s = forward_s if name == "all_gather" and kind.gathers_again else 0.0
-    return StepTime(forward_s, backward_s + regathered_s, name in GATHERS)
+    return StepTime(forward_s, (backward_s if kind.takes_gradient else 0.0) + regathered_s, name in GATHERS)
 
 
 @functools.cache

@@ -47,7 +47,13 @@ class Values:
         fixed = union(want for reader in readers if reader.node is None for want in reader.wants)
         is_weight = value.kind is ValueKind.PARAMETER
         uses = Uses(
-            ValueType(value.dtype, value.requires_grad, self.draft.request.microbatches, is_weight),
+            ValueType(
+                value.dtype,
+                value.requires_grad,
+                self.draft.request.microbatches,
+                is_weight,
+                takes_gradient=value.takes_gradient,
+            ),
             self.draft.stretch_of(maker.node),
             is_weight or value.kind is ValueKind.BUFFER,
             tuple((reader.node, reader.wants, reader.place) for reader in inside if reader.node is not None),

@@ -185,7 +185,7 @@ class Messages:
     ) -> float:
         """Of the message with a value, or with its gradient."""
         value = self._flows[index].value
-        if here == there or not self._flows[index].is_sent or (reverse and not value.requires_grad):
+        if here == there or not self._flows[index].is_sent or (reverse and not value.takes_gradient):
             return 0.0
         sent, received = self._sent_as(before, index), self._received_as(before, after, index, reach)
         key = before, after, here, there, reverse, value.dtype, sent, received
@@ -223,13 +223,15 @@ class Messages:
 
     def _tree_s(self, menu: int, value: IRValue, source: Layout, targets: tuple[Layout, ...]) -> Array:
         """Of all copies of a value, there and back."""
-        key = menu, value.dtype, value.requires_grad, source, targets
+        key = menu, value.dtype, value.requires_grad, value.takes_gradient, source, targets
         if key not in self._copies:
-            walk, grad = self.walks[menu], value.requires_grad
-            steps = [s for r in routes(source, targets, walk.storage_mesh, differentiable=grad).values() for s in r.steps]
+            walk = self.walks[menu]
+            mesh, ranks, hardware = walk.storage_mesh, walk.storage_ranks, walk.setting.hardware
+            found = routes(source, targets, mesh, differentiable=value.requires_grad).values()
             times = [
-                step_time(s, value.dtype, walk.storage_mesh, walk.storage_ranks, walk.setting.hardware, differentiable=grad)
-                for s in steps
+                step_time(step, value.dtype, mesh, ranks, hardware, differentiable=value.takes_gradient)
+                for route in found
+                for step in route.steps
             ]
             self._copies[key] = _sides(times)
         return self._copies[key]

@@ -140,7 +140,7 @@ class Walk:
     def _parts_from(self, start: int) -> list[tuple[float, float]]:
         """By number of places."""
         before = [item for item in self.program.body[: self._first[start]] if not _is_of_weight(item)]
-        inputs = {value.name for item in before for value in writes(item) if value.requires_grad}
+        inputs = {value.name for item in before for value in writes(item) if value.takes_gradient}
         timed = self._timed[self._first[start] :]
         parts = parts_of_instructions([(item, time) for _, item, time in timed], inputs, self._parts_of)
         found = [(0.0, 0.0)] * (len(self.program.graph.ops) - start + 1)
@@ -223,7 +223,7 @@ class Walk:
             self.storage_mesh,
             self.storage_ranks,
             setting.hardware,
-            differentiable=value.requires_grad,
+            differentiable=value.takes_gradient,
         )
         again = instruction.gathers_weight and value.requires_grad  # gathered once more in the backward
         return replace(time, backward_s=time.backward_s + time.forward_s) if again else time

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.hardware import load_hardware
+from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Mesh
@@ -29,7 +30,7 @@ FOUR = ComputeConfig(plan_ngpus=4, runtime_ngpus=4)
 
 
 class Net(nn.Module):
-    """Inputs without gradient, and no bias: its value is not needed in the backward, where the model gathers it again."""
+    """No bias: its value is not needed in the backward, where the model gathers it again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,13 +41,30 @@ class Net(nn.Module):
         return (x + self.down(self.up(x).relu())).square().sum()
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_of_adapters(seed: int, tmp_path: Path) -> None:
-    inputs = {"tokens": torch.arange(32).view(8, 4) % 16}
-    graph = plans.annotated(plans.traced(Net().double(), inputs))
+class Features(nn.Module):
+    """A floating input, scaled in front of the first weight: neither it nor the scaled one takes a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32, bias=False), nn.Linear(32, 8, bias=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        x = features * 0.5
+        return (x + self.down(self.up(x).relu())).square().sum()
+
+
+TOKENS = {"tokens": torch.arange(32).view(8, 4) % 16}
+FEATURES = {"features": torch.arange(256, dtype=torch.float64).view(8, 4, 8) / 256}
+
+
+@pytest.mark.parametrize(
+    ("made", "inputs", "seed"), [(Net, TOKENS, 0), (Net, TOKENS, 1), (Features, FEATURES, 1), (Features, FEATURES, 2)]
+)
+def test_of_adapters(made: type[nn.Module], inputs: dict[str, Tensor], seed: int, tmp_path: Path) -> None:
+    graph = plans.annotated(plans.traced(made().double(), inputs))
     plan = plans.random_plan(graph, Mesh((("x", 2), ("y", 2))), random.Random(seed))
     compiled = compile_graph(graph, lambda graph, config: plan, FOUR)
-    plans.write(tmp_path, compiled, Net().double())
+    plans.write(tmp_path, compiled, made().double())
     counted: Counter[str] = Counter()
     for key, volume in plans.run_once(tmp_path, compiled, inputs).traffic[0].items():
         counted[f"{key.axis} {key.collective}"] += volume.num_bytes
@@ -85,3 +103,26 @@ def test_of_messages_and_gradients(zero: int, tmp_path: Path) -> None:
     assert told["stages+units gradients"] == pytest.approx(summed, rel=0.01)  # beside them the flags of what has gradients
     received = sum(counted[rank][f"{phase} stages receive"] for rank in range(4) for phase in ("forward", "backward"))
     assert sum(cost.message_bytes.values()) == received and set(cost.message_bytes) == {"stage 0 to 1", "stage 1 to 0"}
+
+
+def test_no_gradient_is_sent_of_what_only_inputs_are_made_into(tmp_path: Path) -> None:
+    """The scaled input crosses, as the first stage makes it and the second one reads it."""
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, use_end2end=True, pas_config={"num_microbatches": 2})
+    graph = plans.traced(Features().double(), FEATURES)
+    compiled = compile_graph(graph, find_policy("pp").apply, config, policy_name="pp")
+    assert isinstance(compiled.program, PipelineProgram)
+    crossing = [c.value for c in compiled.program.crossings]
+    assert {value.takes_gradient for value in crossing} == {False, True} and all(value.requires_grad for value in crossing)
+    plans.write(tmp_path, compiled, Features().double())
+
+    def on_rank(rank: int) -> tuple[int, int, list[Tensor]]:
+        module = load_class(tmp_path)()
+        with count_communication() as volume:
+            module.train_step([FEATURES["features"]] * 2)
+        sent = {key.phase: found.num_bytes for key, found in volume.items() if key.collective == "receive"}
+        return sent.get("forward", 0), sent.get("backward", 0), [p.grad for p in module.parameters()]
+
+    (_, back, first), (forth, _, second) = run_ranks(2, on_rank)
+    assert audit(compiled.program, config, load_hardware("cpu", 2)).message_bytes == {"stage 0 to 1": forth, "stage 1 to 0": back}
+    assert 0 < back < forth
+    assert all(grad.abs().sum() > 0 for grad in (*first, *second))

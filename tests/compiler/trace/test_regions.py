@@ -164,6 +164,10 @@ def test_requires_grad_is_propagated() -> None:
     assert [value.requires_grad for value in graph.outputs] == [False, True, True, False, False]
     assert [value.requires_grad for value in graph.inputs] == [False, True]
     assert [value.requires_grad for value in graph.parameters] == [False, False, True, True]
+    # of the caller's inputs none takes a gradient unless it is asked for, nor does what only inputs are made into
+    assert [value.takes_gradient for value in graph.outputs] == [False, True, False, False, False]
+    assert not any(value.takes_gradient for value in graph.inputs)
+    assert [value.takes_gradient for value in graph.parameters] == [False, False, True, True]
 
 
 class Opaque(nn.Module):

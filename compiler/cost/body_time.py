@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from shardwright.compiler.cost.adapters import step_time
 from shardwright.compiler.cost.hardware import Hardware
+from shardwright.compiler.cost.kept_weights import gathered_again
 from shardwright.compiler.cost.local import local_bytes
 from shardwright.compiler.cost.operators import OperatorTimes, OpTime, op_time
 from shardwright.compiler.plan.blocks import Run, group_blocks, region_of
@@ -64,6 +65,7 @@ def body_time(
     size = len(ranks) if unit_size is None else unit_size
     storage_ranks = tuple(unit * size + rank for unit in range(max(1, program.plan.zero)) for rank in ranks)
     again = _recomputed(program) if trains else set()
+    kept = gathered_again(program) if trains else frozenset()
     instructions: list[tuple[Instruction, OpTime]] = []
     comm: dict[str, float] = {}
     volumes: dict[str, float] = {}
@@ -81,7 +83,7 @@ def body_time(
                 (_FORWARD.get(step.kind), runs * time.forward_s, runs * forward_bytes),
                 (_BACKWARD.get((step.kind, step.backward)), time.backward_s, backward_bytes),
             ]
-            if instruction.gathers_weight and differentiable:  # gathered again in the backward
+            if instruction.result.name in kept and runs == 1:
                 recomputed_s += time.forward_s
                 parts.append((step.kind, time.forward_s, forward_bytes))
             for kind, seconds, num_bytes in parts:

@@ -41,7 +41,9 @@ class Adapt:
 
     @property
     def gathers_weight(self) -> bool:
-        """Whether a parameter stored in pieces is made whole: held for its uses only, and made again in the backward."""
+        """Whether a parameter stored in pieces is made whole: held for its uses only, and made again for the backward of
+        what keeps it.
+        """
         return self.step.kind == "all_gather" and self.of.kind is ValueKind.PARAMETER
 
 

@@ -182,9 +182,7 @@ class Recorder:
         finally:
             self._label = outer
 
-    def _name_results(
-        self, results: list[TensorType], word: str, frame: FrameType | None, *, trained: bool
-    ) -> list[IRValue]:
+    def _name_results(self, results: list[TensorType], word: str, frame: FrameType | None, *, trained: bool) -> list[IRValue]:
         """``trained``: whether they are made of something that takes a gradient."""
         return [
             IRValue(

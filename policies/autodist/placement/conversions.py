@@ -19,6 +19,7 @@ import torch
 from shardwright.compiler.cost.adapters import step_time
 from shardwright.compiler.cost.communication import estimate
 from shardwright.compiler.cost.hardware import Hardware
+from shardwright.compiler.cost.kept_weights import VIEWS
 from shardwright.compiler.passes.sharing import MAX_EXACT, STEP_WEIGHT, best_tree, tree_weights, trees, weight
 from shardwright.compiler.plan.conversion import GATHERS, convert
 from shardwright.compiler.plan.patterns import Form, Patterns
@@ -44,8 +45,8 @@ class Again(Enum):
 @dataclass(frozen=True, slots=True)
 class ValueType:
     """What conversions depend on beside the layouts. ``microbatches``: how often they run per step. ``is_weight``: it is a
-    parameter, whose pieces are gathered for their uses only. ``takes_gradient``: whether the backward of its adapters runs,
-    if it is differentiable.
+    parameter, whose pieces are gathered for their uses only; ``is_kept``: and once more for the backward of those that keep it.
+    ``takes_gradient``: whether the backward of its adapters runs, if it is differentiable.
     """
 
     dtype: torch.dtype
@@ -54,30 +55,37 @@ class ValueType:
     is_weight: bool = False
     again: Again = Again.NONE
     takes_gradient: bool = True
-
-    @property
-    def gathers_again(self) -> bool:
-        """Whether what is gathered in the forward is gathered again in the backward: parameters stored in pieces."""
-        return self.is_weight and self.differentiable
+    is_kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of one adapter of a conversion, and whether it gathers."""
+    """Seconds of one adapter of a conversion, and whether it gathers. ``is_kept``: whether what keeps its result keeps what it
+    is given: of a weight, a gather or a view.
+    """
 
     forward_s: float
     backward_s: float
     gathers: bool
+    is_kept: bool
+
+    @property
+    def regathered_s(self) -> float:
+        """Of gathering a kept weight once more."""
+        return self.forward_s if self.gathers and self.is_kept else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """One conversion: its weight among trees, and its seconds. ``gathered_s``: of the forward, from the first gather on."""
+    """One conversion: its weight among trees, and its seconds. ``gathered_s``: of the forward, from the first gather on.
+    ``regathered_s``: of gathering a kept weight once more.
+    """
 
     weight: float
     forward_s: float
     backward_s: float
     gathered_s: float
+    regathered_s: float
     gathers: bool
 
     @classmethod
@@ -88,6 +96,7 @@ class _Pair:
             sum(step.forward_s for step in steps),
             sum(step.backward_s for step in steps),
             sum(step.forward_s for step in steps[first:]),
+            sum(step.regathered_s for step in kept_steps(steps)),
             first < len(steps),
         )
 
@@ -98,6 +107,8 @@ class _Pair:
             again_s = self.forward_s
         elif kind.again is Again.FROM_GATHERS:
             again_s = self.gathered_s
+        elif kind.is_kept:
+            again_s = self.regathered_s
         return kind.microbatches * (self.forward_s + again_s + self.backward_s)
 
 
@@ -286,9 +297,15 @@ def _computed_again(parents: Ids, gathers: npt.NDArray[np.bool_]) -> npt.NDArray
 
 
 def _step(kind: ValueType, name: str, forward_s: float, backward_s: float) -> StepTime:
-    """The time of one adapter; pieces of weights are gathered once more in the backward."""
-    regathered_s = forward_s if name == "all_gather" and kind.gathers_again else 0.0
-    return StepTime(forward_s, (backward_s if kind.takes_gradient else 0.0) + regathered_s, name in GATHERS)
+    """The time of one adapter."""
+    is_kept = kind.is_weight and (name == "all_gather" or name in VIEWS)
+    return StepTime(forward_s, backward_s if kind.takes_gradient else 0.0, name in GATHERS, is_kept)
+
+
+def kept_steps(steps: Sequence[StepTime]) -> Sequence[StepTime]:
+    """The last ones, as far as what keeps the result of a conversion keeps what they make."""
+    first = next((index for index in reversed(range(len(steps))) if not steps[index].is_kept), -1)
+    return steps[first + 1 :]
 
 
 @functools.cache

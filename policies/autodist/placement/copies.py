@@ -16,13 +16,14 @@ MAX_SETS = 128
 @dataclass(eq=False)
 class Reader:
     """Something that reads a value: a node, with the set of layouts each choice wants; or the outside, with one set. ``place``:
-    of the operator, or the end.
+    of the operator, or the end. ``keeps``: whether it keeps the value, a parameter, for its backward.
     """
 
     node: int | None
     wants: tuple[LayoutSet, ...]
     key: Hashable
     place: Place = OUTSIDE
+    keeps: bool = False
 
 
 @dataclass(eq=False)

@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from shardwright.compiler.ir.graph import IRGraph
-from shardwright.policies.autodist.placement.conversions import Again, Conversions, LayoutSet, ValueType, union
+from shardwright.policies.autodist.placement.conversions import (
+    Again,
+    Conversions,
+    LayoutSet,
+    StepTime,
+    ValueType,
+    kept_steps,
+    union,
+)
 
 END = sys.maxsize
 """The stretch of what is made for the outside, after all operators."""
@@ -42,23 +50,33 @@ def places(graph: IRGraph, *, trains: bool) -> dict[str, Place]:
     return found
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Use:
+    """One reader of a value: its node, what each of its choices wants, and its place. ``keeps``: as of a reader."""
+
+    node: int
+    wants: tuple[LayoutSet, ...]
+    place: Place
+    keeps: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class Uses:
     """The readers of a value. ``made_in``: the stretch of what makes it, None for a parameter or an input; ``stays``: whether
-    its adapters stay in a region that alone reads it, as those of weights do. ``readers``: in the order of the program, the
-    node, what each choice wants, and the place; ``fixed``: what the outside wants.
+    its adapters stay in a region that alone reads it, as those of weights do. ``readers``: in the order of the program;
+    ``fixed``: what the outside wants.
     """
 
     kind: ValueType
     made_in: int | None
     stays: bool
-    readers: tuple[tuple[int, tuple[LayoutSet, ...], Place], ...]
+    readers: tuple[Use, ...]
     fixed: LayoutSet
 
     def again(self) -> Again | None:
         """Which adapters run again, whatever readers choose; None where that depends on their choices."""
-        stretches = {place.stretch for _, _, place in self.readers} | ({END} if self.fixed else set())
-        if not any(place.runs_again for _, _, place in self.readers):
+        stretches = {use.place.stretch for use in self.readers} | ({END} if self.fixed else set())
+        if not any(use.place.runs_again for use in self.readers):
             return Again.NONE
         if len(stretches) > 1:
             return None
@@ -66,13 +84,13 @@ class Uses:
 
     def wanted(self, choice: Sequence[int]) -> LayoutSet:
         """All layouts that readers want by their choices."""
-        return union([self.fixed, *(wants[choice[node]] for node, wants, _ in self.readers)])
+        return union([self.fixed, *(use.wants[choice[use.node]] for use in self.readers)])
 
     def seconds(self, conversions: Conversions, source: int, choice: Sequence[int]) -> float:
         """Per step, of all adapters of the value, made as ``source``, by the choices of its readers."""
-        wishes = [(wants[choice[node]], place) for node, wants, place in self.readers]
+        wishes = [(use.wants[choice[use.node]], use.place, use.keeps) for use in self.readers]
         if self.fixed:
-            wishes.append((self.fixed, OUTSIDE))
+            wishes.append((self.fixed, OUTSIDE, False))
         emission = _Emission(self, conversions, source, wishes)
         return self.kind.microbatches * sum(emission.seconds(copy) for copy in emission.copies)
 
@@ -80,7 +98,7 @@ class Uses:
 @dataclass(eq=False)
 class _Copy:
     """One copy of the value. ``last``: the last stretch that reads it, or one made of it where it is made; ``is_inside``:
-    whether it is made by what runs again.
+    whether it is made by what runs again; ``is_kept``: whether a reader keeps it, or a copy of which it is a part.
     """
 
     layout: int
@@ -88,6 +106,7 @@ class _Copy:
     start: _Copy | None = None
     last: int = -1
     is_inside: bool = False
+    is_kept: bool = False
 
 
 @dataclass(eq=False)
@@ -97,25 +116,27 @@ class _Emission:
     uses: Uses
     conversions: Conversions
     source: int
-    wishes: Sequence[tuple[LayoutSet, Place]]
+    wishes: Sequence[tuple[LayoutSet, Place, bool]]
     copies: list[_Copy] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         kind = self.uses.kind
-        self.tree: Mapping[int, int] = self.conversions.tree(kind, self.source, union(wants for wants, _ in self.wishes))
+        self.tree: Mapping[int, int] = self.conversions.tree(kind, self.source, union(wants for wants, _, _ in self.wishes))
         made_in = -1 if self.uses.made_in is None else self.uses.made_in
         root = _Copy(self.source, Place(made_in, False, ("", None)), is_inside=True)
         self.known: dict[tuple[int, object], _Copy] = {(self.source, None): root}
-        for wants, place in self.wishes:
-            self._read(wants, place)
+        for wants, place, keeps in self.wishes:
+            self._read(wants, place, keeps)
         for copy in reversed(self.copies):
             assert copy.start is not None
+            copy.start.is_kept |= copy.is_kept and all(step.is_kept for step in self._steps(copy))
             same = copy.start.place.stretch == copy.place.stretch
             copy.start.last = max(copy.start.last, copy.place.stretch, copy.last if same else -1)
 
-    def _read(self, wants: Iterable[int], place: Place) -> None:
+    def _read(self, wants: Iterable[int], place: Place, keeps: bool) -> None:
         for layout in wants:
             copy = self._make(layout, place)
+            copy.is_kept |= keeps
             if place is not OUTSIDE:
                 copy.last = max(copy.last, place.stretch)
 
@@ -139,9 +160,16 @@ class _Emission:
         inside = start.is_inside and start.place.stretch == place.stretch
         is_shared = copy.last > place.stretch
         total = 0.0
-        for step in self.conversions.steps(self.uses.kind, start.layout, copy.layout):
+        steps = self._steps(copy)
+        num_before = len(steps) - len(kept_steps(steps)) if copy.is_kept else len(steps)
+        for index, step in enumerate(steps):
             stays = self.uses.stays or step.gathers
             inside = place.runs_again and (inside or (stays and not is_shared))
-            total += (2 if inside else 1) * step.forward_s + step.backward_s
+            again_s = step.forward_s if inside else step.regathered_s if index >= num_before else 0.0
+            total += step.forward_s + again_s + step.backward_s
         copy.is_inside = inside
         return total
+
+    def _steps(self, copy: _Copy) -> Sequence[StepTime]:
+        assert copy.start is not None
+        return self.conversions.steps(self.uses.kind, copy.start.layout, copy.layout)

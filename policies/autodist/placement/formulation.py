@@ -124,7 +124,7 @@ class Formulation:
         total = evaluate(self.problem, choice)
         for item in self.shared:
             shares = zip(item.uses.readers, item.shares, strict=True)
-            paid = sum(float(share[choice[reader]]) for (reader, _, _), share in shares)
+            paid = sum(float(share[choice[use.node]]) for use, share in shares)
             total += item.uses.seconds(self.conversions, item.source, choice) - paid
         for index, node in enumerate(self.nodes):
             if isinstance(node, RelayNode):
@@ -137,7 +137,7 @@ class Formulation:
         for weight in self.weights:
             stored = choice[weight.store]
             read = zip(weight.uses.readers, weight.paid, strict=True)
-            paid = sum(float(table[stored, choice[reader]]) for (reader, _, _), table in read)
+            paid = sum(float(table[stored, choice[use.node]]) for use, table in read)
             total += weight.uses.seconds(weight.conversions, weight.sources[stored], choice) - paid
         return total
 
@@ -145,7 +145,7 @@ class Formulation:
         """What the adapters of a value cost beyond what the problem says."""
         maker, gives = node.maker
         source = int(gives[0 if maker is None else choice[maker]])
-        wants = [wants[choice[reader]] for reader, wants, _ in node.uses.readers]
+        wants = [use.wants[choice[use.node]] for use in node.uses.readers]
         wants += [node.uses.fixed] if node.uses.fixed else []
         exact = self.conversions.exact
         paid = exact(node.kind, source, (relay,)) + sum(exact(node.kind, relay, want) for want in wants)

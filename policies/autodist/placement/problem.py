@@ -35,6 +35,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from shardwright.compiler.cost.kept_weights import keepers
 from shardwright.compiler.cost.local import local_bytes
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
@@ -87,7 +88,7 @@ def _as_lowered(request: PlacementRequest) -> IRGraph:
 @dataclass(eq=False)
 class _Builder:
     """Fills a draft from a graph. ``makers`` and ``readers``: of values, by name. ``made_whole``: the makers of shared values,
-    and the least they could cost.
+    and the least they could cost. ``kept``: the parameters that operators keep for the backward, with the operators.
     """
 
     draft: Draft
@@ -95,10 +96,12 @@ class _Builder:
     makers: dict[str, Maker] = field(default_factory=dict)
     readers: dict[str, list[Reader]] = field(default_factory=dict)
     made_whole: dict[int, float] = field(default_factory=dict)
+    kept: frozenset[tuple[str, str]] = frozenset()
 
     def build(self) -> Formulation:
         draft, graph = self.draft, self.graph
         shared_names, whole = shared_values(graph)
+        self.kept = keepers(graph)
         self._operators(whole)
         self._leave()
         add_sources(draft, graph, self.makers, self.readers)
@@ -141,7 +144,8 @@ class _Builder:
         for value in dict.fromkeys(op.operands):
             positions = tuple(i for i, operand in enumerate(op.operands) if operand == value)
             wants = tuple(tuple(sorted(set(row))) for row in menu.operands[:, positions].tolist())
-            self._reads(value, Reader(index, wants, (id(menu), positions), self.draft.places[op.name]))
+            keeps = (value.name, op.name) in self.kept
+            self._reads(value, Reader(index, wants, (id(menu), positions), self.draft.places[op.name], keeps))
 
     def _reads(self, value: IRValue, reader: Reader) -> None:
         self.readers.setdefault(value.name, []).append(reader)

@@ -18,7 +18,6 @@ from shardwright.compiler.plan.program import Declaration
 from shardwright.compiler.plan.zero import in_pieces, is_large, units_of_storage
 from shardwright.policies.autodist.placement.copies import Maker, Reader
 from shardwright.policies.autodist.placement.draft import Draft
-from shardwright.policies.autodist.placement.emission import Place
 from shardwright.policies.autodist.placement.formulation import StoreNode
 from shardwright.policies.autodist.placement.strategies import Seconds, too_mixed, used
 from shardwright.runtime.layout import Layout, Mesh
@@ -134,13 +133,15 @@ def _in_pieces(draft: Draft, value: IRValue, layout: Layout, readers: Sequence[R
     if zero > 1:
         return stored, mesh, 0.0
     seconds = 0.0
-    places: dict[Hashable, set[Place]] = {}
+    places: dict[Hashable, list[Reader]] = {}
     for reader in readers:
-        places.setdefault(reader.place.module, set()).add(reader.place)
+        places.setdefault(reader.place.module, []).append(reader)
     # what several stretches of one module read is gathered in front of the first
-    runs = [2 if len(own) == 1 and next(iter(own)).runs_again else 1 for own in places.values()]
+    inside = [len({reader.place for reader in own}) == 1 and own[0].place.runs_again for own in places.values()]
+    kept = [any(reader.keeps for reader in own) for own in places.values()]
     for step in convert(stored, layout, mesh):
         time = step_time(step, value.dtype, mesh, request.ranks, request.hardware)
-        again = time.forward_s if step.kind == "all_gather" else 0.0
-        seconds += request.microbatches * sum(count * time.forward_s + time.backward_s + again for count in runs)
+        for runs_again, is_kept in zip(inside, kept, strict=True):
+            again = runs_again or (is_kept and step.kind == "all_gather")
+            seconds += request.microbatches * ((2 if again else 1) * time.forward_s + time.backward_s)
     return stored, mesh, seconds

@@ -182,7 +182,9 @@ def _described(op: IROp) -> tuple[str, ...]:
     """The arguments without the names of values."""
 
     def leaf(arg: object) -> object:
-        return (tuple(map(str, arg.shape)), arg.dtype, arg.requires_grad, arg.takes_gradient) if isinstance(arg, IRValue) else arg
+        if not isinstance(arg, IRValue):
+            return arg
+        return tuple(map(str, arg.shape)), arg.dtype, arg.requires_grad, arg.takes_gradient
 
     arguments = op.map_args(leaf).args
     return tuple(map(repr, (*arguments, *(leaf(value) for value in op.results))))

@@ -15,7 +15,7 @@ from shardwright.compiler.plan.zero import is_large, units_of_storage
 from shardwright.policies.autodist.placement.conversions import Again, Conversions, LayoutSet, ValueType, union
 from shardwright.policies.autodist.placement.copies import Maker, Reader, layout_sets
 from shardwright.policies.autodist.placement.draft import Draft
-from shardwright.policies.autodist.placement.emission import Uses
+from shardwright.policies.autodist.placement.emission import Use, Uses
 from shardwright.policies.autodist.placement.formulation import (
     CopiesNode,
     RelayNode,
@@ -53,10 +53,11 @@ class Values:
                 self.draft.request.microbatches,
                 is_weight,
                 takes_gradient=value.takes_gradient,
+                is_kept=any(reader.keeps for reader in inside),
             ),
             self.draft.stretch_of(maker.node),
             is_weight or value.kind is ValueKind.BUFFER,
-            tuple((reader.node, reader.wants, reader.place) for reader in inside if reader.node is not None),
+            tuple(Use(reader.node, reader.wants, reader.place, reader.keeps) for reader in inside if reader.node is not None),
             fixed,
         )
         again = uses.again()
@@ -174,7 +175,7 @@ class Values:
             self.draft.edges.append((maker.node, reader.node, arrays[key]))
             paid.append(arrays[key])
         placed = zip(uses.readers, goals, strict=True)
-        stored = replace(uses, readers=tuple((node, wants, place) for (node, _, place), wants in placed))
+        stored = replace(uses, readers=tuple(replace(use, wants=wants) for use, wants in placed))
         self.weights.append(SharedWeight(maker.node, sources, stored, tuple(paid), conversions))
 
     def _as_stored(
@@ -206,5 +207,5 @@ class Values:
 def _alone(kind: ValueType, readers: Sequence[Reader]) -> ValueType:
     """A weight that only these readers have: run again with them if they stand in one region, else in front of the first."""
     stretches = {reader.place.stretch for reader in readers}
-    again = len(stretches) == 1 and readers[0].place.runs_again
-    return replace(kind, again=Again.ALL) if again else kind
+    again = Again.ALL if len(stretches) == 1 and readers[0].place.runs_again else kind.again
+    return replace(kind, again=again, is_kept=any(reader.keeps for reader in readers))

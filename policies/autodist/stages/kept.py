@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
 
+from shardwright.compiler.cost.kept_weights import VIEWS
 from shardwright.compiler.cost.local import local_bytes
 from shardwright.compiler.cost.saved import saved_for_backward
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.plan.program import Compute, Instruction
 from shardwright.runtime.layout import Layout, Mesh
-
-VIEWS = frozenset(("grad_all_reduce", "grad_keep_one"))
-"""Adapters that change nothing in the forward."""
 
 
 class Kept:

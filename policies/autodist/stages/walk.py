@@ -12,6 +12,7 @@ from itertools import groupby
 
 from shardwright.compiler.cost.adapters import step_time
 from shardwright.compiler.cost.hardware import Hardware
+from shardwright.compiler.cost.kept_weights import gathered_again
 from shardwright.compiler.cost.local import local_bytes, local_shape
 from shardwright.compiler.cost.operators import OperatorTimes, OpTime, op_time
 from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory, gradient_bytes, num_shards, state_bytes
@@ -126,7 +127,8 @@ class Walk:
 
         front = in_front([item for item, _ in inside], is_read_later, recompute=True)
         names = {adapter.result.name for adapter in front if isinstance(adapter, Adapt)}
-        seconds = sum(t.forward_s for item, t in inside if not (isinstance(item, Adapt) and item.result.name in names))
+        others = names | self._gathered_again  # that run in front, or for the backward anyway
+        seconds = sum(t.forward_s for item, t in inside if not (isinstance(item, Adapt) and item.result.name in others))
         return Again(seconds, float(self.kept.saved(start, stop, names)))
 
     def backward_parts(self, start: int, stop: int) -> tuple[float, float]:
@@ -145,8 +147,8 @@ class Walk:
         parts = parts_of_instructions([(item, time) for _, item, time in timed], inputs, self._parts_of)
         found = [(0.0, 0.0)] * (len(self.program.graph.ops) - start + 1)
         for (place, item, time), (first_s, second_s) in zip(timed, parts, strict=True):
-            if isinstance(item, Adapt) and item.gathers_weight and item.of.requires_grad:
-                # gathered again for the gradient of what it is multiplied with
+            if isinstance(item, Adapt) and item.result.name in self._gathered_again:
+                # for the gradient of what it is multiplied with
                 first_s, second_s = first_s + time.forward_s, second_s - time.forward_s
             one = found[place - start + 1]
             found[place - start + 1] = one[0] + first_s, one[1] + second_s
@@ -225,8 +227,13 @@ class Walk:
             setting.hardware,
             differentiable=value.takes_gradient,
         )
-        again = instruction.gathers_weight and value.requires_grad  # gathered once more in the backward
+        again = instruction.result.name in self._gathered_again
         return replace(time, backward_s=time.backward_s + time.forward_s) if again else time
+
+    @cached_property
+    def _gathered_again(self) -> frozenset[str]:
+        """What adapters gather once more in the backward."""
+        return gathered_again(self.program)
 
     def _parameters(self) -> Iterator[Held]:
         setting, config = self.setting, self.setting.config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import plans
@@ -17,10 +18,12 @@ from torch import Tensor, nn
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.hardware import load_hardware
+from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.pipeline import PipelineProgram
+from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.layout import Mesh
+from shardwright.runtime.layout import Atom, Layout, Mesh
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import count_communication
@@ -30,7 +33,7 @@ FOUR = ComputeConfig(plan_ngpus=4, runtime_ngpus=4)
 
 
 class Net(nn.Module):
-    """No bias: its value is not needed in the backward, where the model gathers it again."""
+    """A table, and products without a bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +61,7 @@ FEATURES = {"features": torch.arange(256, dtype=torch.float64).view(8, 4, 8) / 2
 
 
 @pytest.mark.parametrize(
-    ("made", "inputs", "seed"), [(Net, TOKENS, 0), (Net, TOKENS, 1), (Features, FEATURES, 1), (Features, FEATURES, 2)]
+    ("made", "inputs", "seed"), [(Net, TOKENS, 0), (Net, TOKENS, 1), (Features, FEATURES, 0), (Features, FEATURES, 1)]
 )
 def test_of_adapters(made: type[nn.Module], inputs: dict[str, Tensor], seed: int, tmp_path: Path) -> None:
     graph = plans.annotated(plans.traced(made().double(), inputs))
@@ -70,6 +73,47 @@ def test_of_adapters(made: type[nn.Module], inputs: dict[str, Tensor], seed: int
         counted[f"{key.axis} {key.collective}"] += volume.num_bytes
     told = audit(compiled.program, FOUR, load_hardware("cpu", 4)).ranks[0].comm_bytes
     assert {name: num_bytes for name, num_bytes in told.items() if not name.endswith(" gradients")} == counted
+
+
+class Biased(nn.Module):
+    """What the backward needs, and so gathers again, are the norm, ``down`` and ``head.weight``, the frozen one included; not
+    the table, biases of products, nor what multiplies an input.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.features = nn.Embedding(16, 8), nn.Linear(4, 8)
+        self.block = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU())
+        self.head = nn.Linear(8, 16)
+        self.block[1].weight.requires_grad_(False)
+
+    def forward(self, tokens: Tensor, features: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.features(features)
+        loss: Tensor = self.head(x + self.block(x)).square().sum()
+        return loss
+
+
+@pytest.mark.parametrize("recompute", [(), ("block",)])
+def test_of_weights_in_pieces(recompute: tuple[str, ...], tmp_path: Path) -> None:
+    """Weights that a region gathers are gathered twice like all else in it, and not a third time."""
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2)
+    inputs = {"tokens": TOKENS["tokens"], "features": torch.arange(128, dtype=torch.float64).view(8, 4, 4) / 128}
+
+    def in_pieces(graph: PlannableGraph, config: ComputeConfig) -> Plan:
+        plan = find_policy("data").apply(graph, config).plan
+        (axis,) = plan.mesh.names
+        stored = {str(v.fqn): Layout.whole(v.shape) for v in graph.parameters}
+        stored = {fqn: layout.with_dim(0, (Atom(layout.dims[0][0].segments, (axis,)),)) for fqn, layout in stored.items()}
+        return replace(plan, stored=stored, recompute=recompute)
+
+    compiled = compile_graph(plans.annotated(plans.traced(Biased().double(), inputs)), in_pieces, config)
+    plans.write(tmp_path, compiled, Biased().double())
+    traffic = plans.run_once(tmp_path, compiled, inputs).traffic[0].items()
+    counted = Counter({key.phase: found.num_bytes for key, found in traffic if key.collective == "all_gather"})
+    told = audit(compiled.program, config, load_hardware("cpu", 2)).ranks[0].comm_bytes
+    assert told["dp all_gather"] == counted.total()
+    block, head = 8 * (8 + 8 + 64), 8 * 16 * 8  # in the backward: norm and weight of the block, the head's weight
+    assert counted["backward"] == (head if recompute else block + head)
 
 
 @pytest.mark.parametrize("zero", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))])
@@ -123,6 +167,7 @@ def test_no_gradient_is_sent_of_what_only_inputs_are_made_into(tmp_path: Path) -
         return sent.get("forward", 0), sent.get("backward", 0), [p.grad for p in module.parameters()]
 
     (_, back, first), (forth, _, second) = run_ranks(2, on_rank)
-    assert audit(compiled.program, config, load_hardware("cpu", 2)).message_bytes == {"stage 0 to 1": forth, "stage 1 to 0": back}
+    told = audit(compiled.program, config, load_hardware("cpu", 2)).message_bytes
+    assert told == {"stage 0 to 1": forth, "stage 1 to 0": back}
     assert 0 < back < forth
     assert all(grad.abs().sum() > 0 for grad in (*first, *second))

@@ -57,7 +57,7 @@ def test_time_alone_leaves_no_model_without_a_placement(monkeypatch: pytest.Monk
         return solve(problem, **options) if len(limits) == 3 else Infeasible(False, "time is over")
 
     monkeypatch.setattr(place_module, "solve", solved_late)
-    wanted = request(zoo_graph("mlp"), mesh_of("2x2"), time_limit_s=1.0)
+    wanted = request(zoo_graph("mlp"), mesh_of("4"), time_limit_s=1.0)
     found = placed(wanted)
     assert limits == [1.0, 4.0, 16.0] and found.cost_s == found.bound_s
     limits.clear()

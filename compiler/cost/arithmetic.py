@@ -10,6 +10,7 @@ import torch
 
 from shardwright.compiler.cost.hardware import Device
 from shardwright.compiler.cost.local import LocalCall, LocalTensor, estimated_size
+from shardwright.compiler.ir.op import leaves
 from shardwright.compiler.ops.rule import TensorRefs
 
 PRODUCTS: Mapping[str, tuple[int, int]] = {
@@ -64,8 +65,9 @@ def arithmetic_s(call: LocalCall, wanted: Sequence[int], device: Device) -> tupl
         forward, backward = device.attention_efficiency
         return products_s / forward, 2.5 * products_s / backward if wanted else 0.0
     if target in RECURRENT:
-        forward = sum(product.seconds(device, dtype) for product in _recurrent_products(call))
-        return forward, 2 * forward if wanted else 0.0
+        products = [(product.seconds(device, dtype), index in wanted) for index, product in _recurrent_products(call).items()]
+        backward = sum(seconds + (seconds if trained else 0.0) for seconds, trained in products) if wanted else 0.0
+        return sum(seconds for seconds, _ in products), backward
     if target in CONVOLUTIONS:
         product, factors = _convolution(call), (0, 1)
     elif target in PRODUCTS and len(call.operands) > PRODUCTS[target][1]:
@@ -150,9 +152,11 @@ def _attention_products(call: LocalCall) -> tuple[_Product, _Product]:
     return _Product(q, k, query.shape[-1], batch), _Product(q, value.shape[-1], k, batch)
 
 
-def _recurrent_products(call: LocalCall) -> list[_Product]:
-    """Every weight matrix multiplies every step of every sequence."""
+def _recurrent_products(call: LocalCall) -> dict[int, _Product]:
+    """By the position of its weight: every weight matrix multiplies every step of every sequence."""
     x = call.operands[0]
     steps = x.num_elements / max(1, x.shape[-1])
-    weights = [w for w in call.operands[1:] if len(w.shape) == 2 and w.requires_grad]
-    return [_Product(steps, w.shape[0], w.shape[1]) for w in weights]
+    states = set(leaves(call.op.arg("hx")))  # those of a cell have two dims, too
+    named = list(enumerate(zip(call.op.operands, call.operands, strict=True)))[1:]
+    weights = {index: w for index, (value, w) in named if len(w.shape) == 2 and value not in states}
+    return {index: _Product(steps, w.shape[0], w.shape[1]) for index, w in weights.items()}

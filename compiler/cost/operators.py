@@ -22,11 +22,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
+
 from shardwright.compiler.cost.arithmetic import ATTENTION, CONVOLUTIONS, PRODUCTS, arithmetic_s, factors_of
 from shardwright.compiler.cost.collectives import axis_collective_s
+from shardwright.compiler.cost.communication import estimate
 from shardwright.compiler.cost.hardware import Device, Hardware
 from shardwright.compiler.cost.local import LocalCall, LocalTensor, local_call
-from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ir.op import IROp, map_leaves
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.strategy import Assignment, factor_axes
@@ -72,13 +75,21 @@ def call_key(call: LocalCall) -> str:
     """
     operands = (json.dumps([list(x.shape), str(x.dtype).removeprefix("torch."), x.requires_grad]) for x in call.operands)
     given = [(name, arg) for name, arg in call.op.args if not _holds_values(arg)]
-    attributes = [f"{name}={arg!r}" for name, arg in given if not _is_size(name, arg)]
+    attributes = [f"{name}={map_leaves(arg, _in_numbers)!r}" for name, arg in given if not _is_size(name, arg)]
     results = ["->", *(json.dumps(list(x.shape)) for x in call.results)] if len(attributes) < len(given) else []
     return " ".join([call.op.target, *operands, *attributes, *results])
 
 
 def _holds_values(arg: Any) -> bool:
     return isinstance(arg, IRValue) or (isinstance(arg, tuple) and any(map(_holds_values, arg)))
+
+
+def _in_numbers(leaf: Any) -> Any:
+    """With a number for a size: two calls that differ in a dynamic one take different times."""
+    if not isinstance(leaf, sympy.Expr):
+        return leaf
+    number = estimate(leaf)
+    return int(number) if number.is_integer() else number
 
 
 def _is_size(name: str, arg: Any) -> bool:

@@ -12,6 +12,7 @@ from op_examples import Call
 from shardwright.compiler.cost.hardware import Device, Hardware, Tier
 from shardwright.compiler.cost.local import local_call
 from shardwright.compiler.cost.operators import OperatorTimes, OpTime, call_key, op_time
+from shardwright.compiler.ir.size import DynamicSize
 from shardwright.compiler.ops.strategy import Assignment, allowed, strategies
 from shardwright.runtime.layout import Mesh
 
@@ -28,6 +29,11 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def timed(function: Any, *args: Any, hardware: Hardware = SLOW_MATH, **kwargs: Any) -> OpTime:
     return op_time(example_op((function, args, kwargs))[0], {}, ALONE, hardware)
+
+
+def cell(*, trained: bool) -> OpTime:
+    weights = [randn(24, size).detach().requires_grad_(trained) for size in (5, 6)]
+    return timed(torch.lstm_cell, randn(7, 5), (randn(7, 6), randn(7, 6)), *weights)
 
 
 def seconds(time: OpTime) -> tuple[float, float]:
@@ -62,6 +68,8 @@ def seconds(time: OpTime) -> tuple[float, float]:
         ),
         pytest.param(timed(F.embedding, torch.zeros(4, 5, dtype=torch.long), randn(90, 6)), 0, 0, id="embedding"),
         pytest.param(timed(F.gelu, randn(4, 5)), 0, 0, id="gelu"),
+        pytest.param(cell(trained=True), 2 * 7 * 24 * (5 + 6), 2, id="a recurrent cell, whose states are no weights"),
+        pytest.param(cell(trained=False), 2 * 7 * 24 * (5 + 6), 1, id="a recurrent cell with frozen weights"),
     ],
 )  # fmt: skip
 def test_arithmetic_by_hand(time: OpTime, forward: float, backward: float) -> None:
@@ -122,6 +130,14 @@ def test_measured_times_are_known_by_attributes_too() -> None:
     assert known_by(F.avg_pool2d, x, (2, 2)) != known_by(F.avg_pool2d, x, (3, 3), (2, 2), (1, 1))
     assert known_by(torch.sum, x, (0, 1)) != known_by(torch.sum, x, (2, 3))
     assert known_by(torch.Tensor.expand, x, 3, 2, 4, 8, 8) == 'expand [[2, 4, 8, 8], "float32", true] -> [3, 2, 4, 8, 8]'
+
+
+def test_measured_times_are_known_by_the_numbers_of_dynamic_sizes() -> None:
+    """Two models traced with other dummy arguments, whose sizes have the same names."""
+    op, _ = example_op((torch.cumsum, (randn(4, 5), 0)))
+    short, long = (replace(op, args=(op.args[0], ("dim", DynamicSize("length", size)))) for size in (8, 64))
+    assert call_key(local_call(short, {}, ALONE)) == 'cumsum [[4, 5], "float32", true] dim=8'
+    assert call_key(local_call(long, {}, ALONE)) == 'cumsum [[4, 5], "float32", true] dim=64'
 
 
 def test_a_host_that_is_waited_for_adds_its_time() -> None:

@@ -16,6 +16,7 @@ from shardwright.compiler.cli_request import (
     add_machine,
     add_model,
     make_console,
+    memory_limit_bytes,
     on_machine,
     read_dtype,
     read_plan_request,
@@ -70,11 +71,15 @@ def _simulate(options: argparse.Namespace) -> int:
         optimizer=optimizer, times=times, num_microbatches=options.microbatches,
     )  # fmt: skip
     print(cost.dumps() if options.json else cost)
-    if cost.peak_bytes > hardware.device.memory_bytes and not options.json:
-        print(f"does not fit: a device has {amount(hardware.device.memory_bytes, 'B')}")
+    limit = memory_limit_bytes(policy, config, hardware)
+    if cost.peak_bytes > limit and not options.json:
+        has = "a device has" if limit == hardware.device.memory_bytes else "memory_limit_gb allows"
+        print(f"does not fit: {has} {amount(limit, 'B')}")
     if options.html is not None:
         stored = {found.value.fqn or found.value.name: found.layout for found in compiled.declarations}
-        text = page(graph.name, compiled.plan, cost, hardware, num_units=config.num_units, stored=stored)
+        text = page(
+            graph.name, compiled.plan, cost, hardware, num_units=config.num_units, memory_bytes=limit, stored=stored
+        )  # fmt: skip
         write_file(options.html, text.encode())
         print(f"page: {options.html}", file=sys.stderr if options.json else sys.stdout)
     return 0

@@ -12,7 +12,8 @@ import torch
 from rich.console import Console
 
 from shardwright.compiler.cli_targets import load_target, read_settings
-from shardwright.policies.policy import Policy
+from shardwright.compiler.cost.hardware import Hardware
+from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.registry import find_policy, policy_names
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, did_you_mean
@@ -86,6 +87,14 @@ def on_machine(options: argparse.Namespace, policy: Policy, config: ComputeConfi
     config = with_options(config, {"--hardware": ("hardware", options.hardware)})
     name = str(config.pas_config.get("hardware", HARDWARE))
     return name, replace(config, pas_config={**config.pas_config, "hardware": name})
+
+
+def memory_limit_bytes(policy: Policy, config: ComputeConfig, hardware: Hardware) -> float:
+    """What a plan may take of a device: as the policy's option ``memory_limit_gb`` says, else all that it has."""
+    limit_gb = None
+    if policy.options is not None and any(field.name == "memory_limit_gb" for field in fields(policy.options)):
+        limit_gb = read_options(policy.options, config.pas_config, policy=policy.name).memory_limit_gb
+    return hardware.device.memory_bytes if limit_gb is None else limit_gb * 1e9
 
 
 def with_options(config: ComputeConfig, given: Mapping[str, tuple[str, object]]) -> ComputeConfig:

@@ -57,6 +57,16 @@ def test_plan(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     )
 
 
+def test_simulate_has_the_limit_of_the_policy(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    request = "simulate plan_models:make --plan-ngpus 2 --html simulated.html --policy"
+    run(f"{request} autodist --set pas_config.memory_limit_gb=3")
+    assert "limit, 3 GB" in (tmp_path / "simulated.html").read_text()
+    run(f"{request} autodist --set pas_config.mem_constraint=2")
+    assert "limit, 2 GB" in (tmp_path / "simulated.html").read_text()
+    run(f"{request} tp --hardware h100")
+    assert "limit, 3 GB" not in (tmp_path / "simulated.html").read_text()
+
+
 def test_what_is_said_twice(run) -> None:  # type: ignore[no-untyped-def]
     split = '--set pas_config.mesh={"dp":2} --set pas_config.pin={"down":{"dp":"batch"}} --out plan.json'
     assert "per step on h100" in run(f"plan plan_models:make --plan-ngpus 2 --set pas_config.hardware=h100 {split}")

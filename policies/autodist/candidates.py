@@ -146,13 +146,18 @@ ROLES: Sequence[tuple[str, frozenset[str]]] = (
 """What an axis is called by the dims that most of its splits cut."""
 
 
+COPIES = "copies"
+"""What an axis is called whose ranks all do and hold the same."""
+
+
 def role_of(dim: str) -> str:
     """Of a dim by its name: ``tp`` for anything that no other role has."""
     return next((role for role, members in ROLES if dim.rstrip("0123456789_") in members), "tp")
 
 
 def named(plan: Plan, dims: Mapping[str, Mapping[str, str]], kept: Collection[str] = ()) -> Plan:
-    """The plan with its axes called after what they split: ``dp``, ``sp``, ``ep``, or ``tp`` for anything else of the model.
+    """The plan with its axes called after what they split: ``dp``, ``sp``, ``ep``, or ``tp`` for anything else of the model;
+    :data:`COPIES` where an axis splits nothing.
 
     ``dims``: operator and axis to the name of the dim that is split there. ``kept``: axes that have their name already.
     """
@@ -166,10 +171,15 @@ def named(plan: Plan, dims: Mapping[str, Mapping[str, str]], kept: Collection[st
             continue
         role = max(counts[axis], key=lambda role: counts[axis][role])
         if not any(counts[axis].values()):
-            role = "tp"
+            role = "tp" if any(axis in _cut_by(layout) for layout in plan.stored.values()) else COPIES
         taken = sum(1 for name in names.values() if name.rstrip("0123456789") == role)
         names[axis] = role if not taken else f"{role}{taken + 1}"
     return renamed(plan, names)
+
+
+def _cut_by(layout: Layout) -> set[str]:
+    """The axes that cut some dim of a tensor."""
+    return {axis for dim in layout.dims for atom in dim for axis in atom.axes}
 
 
 def renamed(plan: Plan, names: Mapping[str, str]) -> Plan:

@@ -363,7 +363,13 @@ def test_axes_are_named_after_what_they_split() -> None:
 
 def test_two_axes_that_split_alike_have_two_names() -> None:
     plan = Plan(Mesh((("x", 2), ("y", 2), ("z", 2))))
-    assert named(plan, {"a": {"x": "ffn", "y": "heads"}}).mesh.names == ("tp", "tp2", "tp3")
+    assert named(plan, {"a": {"x": "ffn", "y": "heads", "z": "vocab"}}).mesh.names == ("tp", "tp2", "tp3")
+
+
+def test_an_axis_that_splits_nothing_is_not_said_to() -> None:
+    """Nor one that cuts only what is stored to be copies."""
+    plan = Plan(Mesh((("x", 6), ("y", 2))), stored={"w": Layout.parse("[8/y, 4]")})
+    assert str(named(plan, {}).mesh) == "copies=6 x tp=2"
 
 
 def test_meshes_and_paces() -> None:
@@ -385,6 +391,32 @@ def test_schedules_raise_the_bounds_of_pipelines(monkeypatch: pytest.MonkeyPatch
     for candidate in raised.tried:
         assert candidate.bound_s <= candidate.step_s * (1 + 1e-9)
     assert [c.plan for c in raised.tried] == [c.plan for c in first.tried]
+
+
+def test_bounds_are_raised_no_further_than_what_cannot_be_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the least bound, which is looked at first; in a tenth of the limit."""
+    asked: list[tuple[str, bool, bool]] = []
+
+    class Passing(Clock):
+        passed_s = 0.0
+
+        @property
+        def seconds(self) -> float:
+            return self.passed_s
+
+    clock = Passing(10.0)
+
+    def no_better(self: object, attempt: Any, enough_s: float, is_over: Any) -> float:
+        begins = is_over()
+        clock.passed_s += 1.0
+        asked.append((attempt.title, begins, is_over()))
+        return 0.0
+
+    monkeypatch.setattr(cutting.Cutter, "scheduled_bound_s", no_better)
+    found = search(schedules=("1f1b", "zb_h1", "zb_v"), num_positions=2, mixed=False, clock=clock)
+    staged = [candidate for candidate in found.tried if candidate.plan.stages]
+    assert len({candidate.bound_s for candidate in staged}) > 1
+    assert asked == [(min(staged, key=lambda candidate: candidate.bound_s).title, False, True)]
 
 
 def test_an_interrupt_while_bounds_are_raised_leaves_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from planning import slow_machine
 from shardwright.policies.autodist.auditing import Auditor
 from shardwright.policies.autodist.explain import (
     NOTHING_BINDS,
+    REST_FOR_SPEED,
     Choice,
     Explanation,
     Request,
@@ -82,7 +83,8 @@ def test_what_binds_a_module() -> None:
 
 def test_figures_of_a_pipeline_are_of_that_pipeline() -> None:
     """Of the plan its own step, of the others no more than if this one operator did so; not those of the whole model on the
-    ranks of one stage, which are about twice as long.
+    ranks of one stage, which are about twice as long. Parameters are stored as is best without stages, so that with them the
+    same choice may take a little less.
     """
     request = pipeline()
     plan = request.best.plan
@@ -92,7 +94,8 @@ def test_figures_of_a_pipeline_are_of_that_pipeline() -> None:
         told = explain_operator(request, op, most=100)
         assert planned(told).step_s == request.best.step_s == audited(plan).step_s and told.left_out == 0
         others = {choice.name: choice.step_s for choice in told.choices if not choice.chosen}
-        assert len(others) > 2
+        same = others.pop(f"{planned(told).name}{REST_FOR_SPEED}", request.best.step_s)
+        assert len(others) > 2 and same <= request.best.step_s
         for name, seconds in others.items():
             assignment = dict(part.split("=") for part in name.split()) if name != "R" else {}
             stored = {fqn: layout for fqn, layout in plan.stored.items() if not fqn.startswith(f"{op}.")}

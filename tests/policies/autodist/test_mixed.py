@@ -99,7 +99,7 @@ def test_plans_whose_stages_differ_are_explained() -> None:
 
 def test_where_none_that_differ_are_better_they_are_in_the_bound_all_the_same() -> None:
     """Three stages on one of three ranks each, which is known as a pipeline of equal positions."""
-    found = found_for("mlp", 3, 1e8)
+    found = found_for("gpt2", 3, 1e8)
     (equal,) = [candidate for candidate in found.tried if candidate.title == "pp=3, 1f1b"]
     assert not any(candidate.is_mixed for candidate in found.tried) and found.tried_mixed
     assert found.bounds["3 stages that may differ, 1f1b"] <= equal.predicted_s

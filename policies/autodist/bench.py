@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from shardwright.compiler.cost.hardware import Hardware
-from shardwright.compiler.cost.operators import OperatorTimes
+from shardwright.compiler.cost.operators import OperatorTimes, op_time
 from shardwright.compiler.cost.optimizer_memory import OptimizerMemory
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.zero import units_of_storage
-from shardwright.policies.autodist.candidates import Pace, paces
+from shardwright.policies.autodist.candidates import Pace, paces, slower
 from shardwright.policies.autodist.clock import Clock
 from shardwright.policies.autodist.cutting import Cutter
-from shardwright.policies.autodist.found import Attempt, Candidate, Found, Offer
+from shardwright.policies.autodist.found import Attempt, Candidate, Found, Offer, Whereabouts
+from shardwright.policies.autodist.scouting import Scout
 from shardwright.policies.autodist.space import Placed, Placer, Space, Wish
 from shardwright.policies.autodist.stages.split import NoFit, NoGain
 from shardwright.policies.autodist.stages.walk import Setting, Walk
@@ -29,7 +31,13 @@ TRYING_SHARE = 0.8
 AUDIT = "audit"
 """What the clock calls the lowering and audit of a plan."""
 
-MORE_AXES = 4.0
+SCOUT = "scouting"
+"""What it calls finding out about what the plans of simple policies take."""
+
+PLACING = 3.0
+"""How many times as long as scouting a placement on a mesh of one axis is expected to take, where none was made yet."""
+
+MORE_AXES = 8.0
 """How many times as long as on a mesh of one axis less a placement is expected to take, where none was made yet."""
 
 
@@ -77,8 +85,34 @@ class Bench:
     def placing_s(self, num_axes: int) -> float:
         """How long placing the model on a mesh of so many axes may take, by what it took so far."""
         if num_axes < 1:
-            return 0.0
+            return PLACING * self.clock.longest_s(SCOUT) / MORE_AXES
         return self.clock.longest_s(_placing(num_axes)) or MORE_AXES * self.placing_s(num_axes - 1)
+
+    def slower(self, num_positions: int) -> float:
+        """By rule of thumb, how much longer a step takes in so many positions, for what they cannot share or wait for."""
+        return 1.0 if num_positions == 1 else slower(num_positions, self.space.num_microbatches, self._longest_share)
+
+    @cached_property
+    def _longest_share(self) -> float:
+        """Of the time of all operators, unsplit, what the longest takes."""
+        times = [op_time(op, {}, Mesh(()), self.hardware, self.times).total_s for op in self.graph.ops]
+        return max(times, default=0.0) / (sum(times) or 1.0)
+
+    @cached_property
+    def _scout(self) -> Scout | None:
+        """Where the simple policies count, and the model has a batch and dims inside for them to split."""
+        try:
+            with self.clock.timed(SCOUT):
+                return Scout(self.graph, self.config) if self.space.simple else None
+        except PlanError:
+            return None
+
+    def likely_s(self, where: Whereabouts) -> float:
+        """About what the best plan of a simple policy takes on a mesh; infinite where it has none, or that is not known."""
+        number, mesh, place = where
+        if self._scout is None:
+            return float("inf")
+        return self._scout.step_s(mesh, number, place, self.setting(())) * self.slower(number)
 
     def may_place(self, mesh: Mesh) -> bool:
         """Whether the limit leaves time for another placement on a mesh and an audit of what it gives, or there is no plan yet,

@@ -19,6 +19,7 @@ class Clock:
         self.limit_s = limit_s
         self._began = time.monotonic()
         self._is_ended = False
+        self._reserved = 0.0
         self._longest_s: dict[str, float] = {}  # by kind of step
 
     @property
@@ -29,15 +30,24 @@ class Clock:
     @property
     def left_s(self) -> float:
         """Until the limit is over; negative after that."""
-        return 0.0 if self._is_ended else self.limit_s - self.seconds
+        return 0.0 if self._is_ended else self._free_s - self.seconds
 
     def spent(self, more_s: float = 0.0) -> float:
         """The share of the limit that is over, or will be after ``more_s``."""
-        return float("inf") if self._is_ended else (self.seconds + more_s) / max(self.limit_s, 1e-9)
+        return float("inf") if self._is_ended else (self.seconds + more_s) / max(self._free_s, 1e-9)
 
     def moment(self, share: float) -> float:
         """When a share of the limit is over, as a time of ``time.monotonic()``."""
-        return float("-inf") if self._is_ended else self._began + share * self.limit_s
+        return float("-inf") if self._is_ended else self._began + share * self._free_s
+
+    def reserve(self, share: float) -> None:
+        """Keep a share of the limit for what comes last: shares are those of the rest, until 0 is kept."""
+        self._reserved = share
+
+    @property
+    def _free_s(self) -> float:
+        """What of the limit is not kept for later."""
+        return (1 - self._reserved) * self.limit_s
 
     @contextlib.contextmanager
     def timed(self, kind: str) -> Iterator[None]:

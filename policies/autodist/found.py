@@ -11,6 +11,9 @@ from shardwright.policies.autodist.space import Placed, Wish
 from shardwright.policies.autodist.stages.walk import Walk
 from shardwright.runtime.layout import Mesh
 
+Whereabouts = tuple[int, Mesh, int]
+"""A number of positions, the mesh of one, and before which of its axes the pipeline axis stands."""
+
 
 @dataclass(frozen=True)
 class Opening:
@@ -27,6 +30,11 @@ class Opening:
     others: tuple[Wish, ...]
     binds: bool = False
     hopeless: bool = False
+
+    @property
+    def where(self) -> Whereabouts:
+        """What tells it from other openings."""
+        return self.num_positions, self.mesh, self.pp_place
 
     @property
     def bound_s(self) -> float:
@@ -111,7 +119,8 @@ class Found:
     time or nothing was found that fits; ``unbounded``: pipelines in no bound, as no split of the placements chosen fits.
     ``least``: of the plan that needs least among those that were audited and do not fit, the bytes, the title, and what
     most of them are for. ``searched``: what
-    searches this is of, where there were several.
+    searches this is of, where there were several. ``not_compared``: the meshes where the simple policies may have a better
+    plan, as there was no time to tell; ``is_compared``: whether there are others.
     """
 
     audited: list[Candidate] = field(default_factory=list)
@@ -124,6 +133,8 @@ class Found:
     interrupted: str | None = None
     seconds: float = 0.0
     searched: str = ""
+    not_compared: list[str] = field(default_factory=list)
+    is_compared: bool = False
 
     @property
     def tried(self) -> tuple[Candidate, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -168,13 +168,14 @@ def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificat
     if not best.is_mixed and found.tried_mixed:
         proof += "; stages that differ were searched with the placements offered to them"
     if found.unbounded:
-        first, more = ", ".join(found.unbounded[:2]), len(found.unbounded) - 2
-        named = f"{first} and {more} more" if more > 0 else first
-        proof += f"; not in the bound: {named}, as no split of the placements chosen there fits"
+        proof += f"; not in the bound: {_first_of(found.unbounded)}, as no split of the placements chosen there fits"
     if found.searched:
         proof += f"; searched one by one: {found.searched}"
     if found.interrupted is not None:
         proof += f"; the search was ended by {found.interrupted}: meshes that it did not come to are not in the bound"
+    if found.not_compared:
+        which = f"those on {_first_of(found.not_compared)}" if found.is_compared else "any of them"
+        proof += f"; the simple policies may have a better plan: there was no time to compare it with {which}"
     least_s, least = found.least_bounded
     if least_s < best.bound_s:
         proof += f"; what the bound is of: {least}"
@@ -186,6 +187,12 @@ def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificat
         bound_s /= sharing.speed(1)
         proof += "; times are those of ranks that all compute, and no rank is faster than with a core for itself"
     return Certificate(best.step_s, bound_s, proof, space, hardware.name, tuple(tried))
+
+
+def _first_of(titles: Sequence[str]) -> str:
+    """The first two, and how many more there are."""
+    first, more = ", ".join(titles[:2]), len(titles) - 2
+    return f"{first} and {more} more" if more > 0 else first
 
 
 def _space(graph: PlannableGraph, config: ComputeConfig, options: AutodistOptions, hardware: Hardware) -> Space:

@@ -1,6 +1,7 @@
 """The outer search: meshes, pipeline stages, schedules, and what is computed again.
 
-    for every number of pipeline positions, and every mesh of the ranks of one position, what is likely good first:
+    where the limit leaves time for very little: audit the plan of a simple policy that is likely the best    (rivals.py)
+    for every number of pipeline positions, and every mesh of one, what is likely good first:          (scouting.py)
         place the whole model on that mesh for speed alone                    (placement/: every operator, exact or bounded)
         after the first few, where the limit leaves time for few: audit the best plan that they give at once
     for each of them, the most likely first, as long as that is below the best plan so far:
@@ -26,19 +27,18 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 
 from shardwright.compiler.cost.hardware import Hardware
-from shardwright.compiler.cost.operators import OperatorTimes, op_time
+from shardwright.compiler.cost.operators import OperatorTimes
 from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.auditing import Auditor, Audits
-from shardwright.policies.autodist.bench import TRYING_SHARE, Bench
-from shardwright.policies.autodist.candidates import Pace, divisors, inner_places, position_ranks, slower, unlikely
+from shardwright.policies.autodist.bench import SCOUT, TRYING_SHARE, Bench
+from shardwright.policies.autodist.candidates import FURTHER_AXIS, Pace, divisors, inner_places, position_ranks, unlikely
 from shardwright.policies.autodist.clock import Clock
-from shardwright.policies.autodist.found import INTERRUPT, Attempt, Candidate, Found, Opening
+from shardwright.policies.autodist.found import INTERRUPT, Attempt, Candidate, Found, Opening, Whereabouts
 from shardwright.policies.autodist.hidden import left_in_bound
 from shardwright.policies.autodist.mixing import Mixing
 from shardwright.policies.autodist.rivals import Rivals
@@ -71,10 +71,6 @@ LAST_SHARE = 0.9
 """The share after which also the mesh that is being tried is left, if there is something to audit."""
 
 
-Whereabouts = tuple[int, Mesh, int]
-"""A number of positions, the mesh of one, and before which of its axes the pipeline axis stands."""
-
-
 class Search:
     """One search. ``found`` is valid at any time, so an interrupted search still has an answer."""
 
@@ -99,6 +95,8 @@ class Search:
         self.audits = Audits(self.bench, self.audited)
         self._num_tried = 0  # meshes
         self._is_short: bool | None = None  # the limit, for a model of this size; None before it is known
+        self._left: deque[Whereabouts] = deque()  # the meshes that nothing is placed on yet
+        self._rivals = Rivals(self.bench, self.audited)
         self._made: list[tuple[Opening, Placed]] = []  # the placements that meshes were tried with
 
     def run(self) -> Found:
@@ -118,6 +116,7 @@ class Search:
                 self._answer_with(openings)
             if self.found.best is None and not self.found.refused:
                 raise
+        self._rivals.note(openings, self._left)
         self._bound_unanswered()
         try:
             tighten(self.bench)
@@ -128,7 +127,10 @@ class Search:
 
     def _search(self, openings: list[Opening]) -> None:
         """``openings``: takes in what is placed."""
-        left = self._meshes()
+        left = self._left = self._meshes()
+        is_first = self.space.simple and self.space.worth_s == float("inf")
+        if is_first and self.clock.limit_s < SHORT * self.clock.longest_s(SCOUT):
+            self._rivals.begin(left)
         tried = self._begin(left, openings)
         for share in OPENING_SHARES:
             ended = self._open(left, share, openings)
@@ -143,7 +145,7 @@ class Search:
         if not self.bench.is_late():
             self._try_inner(openings)
             Mixing(self.bench, self.audits).run(openings)
-            Rivals(self.bench, self.audited).run(openings)
+        self._rivals.run(openings, left)
 
     def _begin(self, left: deque[Whereabouts], openings: list[Opening]) -> int:
         """Where there is time for few meshes, as the first shows, go on at once to a plan that fits, and to what else the first
@@ -198,10 +200,11 @@ class Search:
         """Place the model on further meshes until a share of the time limit is over; whether none are left that there is time
         for.
         """
-        while left:
-            number, mesh, place = left.popleft()
+        for where in tuple(left):
+            number, mesh, place = where
             if not self.bench.may_place(mesh):
-                return True
+                continue  # there may be time for one of fewer axes
+            left.remove(where)
             opening = self._opening(number, mesh, place)
             if opening is None:
                 continue
@@ -209,7 +212,7 @@ class Search:
             if opening.free.interrupted:
                 raise KeyboardInterrupt  # the solver has kept what it had; now the search ends, too
             if self.clock.spent() > share:
-                return False
+                return not left
         return True
 
     def _may_end(self, share: float) -> bool:
@@ -225,17 +228,7 @@ class Search:
 
     def _likely_s(self, opening: Opening) -> float:
         """What a step may take on a mesh, with the most common of schedules, if memory does not bind."""
-        return opening.bound_s * self._slower(opening.num_positions)
-
-    def _slower(self, num_positions: int) -> float:
-        """By rule of thumb, how much longer a step takes in so many positions, for what they cannot share or wait for."""
-        return 1.0 if num_positions == 1 else slower(num_positions, self.space.num_microbatches, self._longest_share)
-
-    @cached_property
-    def _longest_share(self) -> float:
-        """Of the time of all operators, unsplit, what the longest takes."""
-        times = [op_time(op, {}, Mesh(()), self.bench.hardware, self.bench.times).total_s for op in self.graph.ops]
-        return max(times, default=0.0) / (sum(times) or 1.0)
+        return opening.bound_s * self.bench.slower(opening.num_positions)
 
     def _try_all(self, openings: Sequence[Opening]) -> None:
         """Try the meshes that may have the best plan, the most likely first, and audit what they give; again while audits leave
@@ -275,9 +268,9 @@ class Search:
         and another one may. A pipeline's are of the placements chosen, no split of which fits: it is said to be in no bound.
         """
         known = {id(candidate.placed[0]) for candidate in self.found.tried}
-        answered = {_where(opening) for opening, placed in self._made if known & {id(placed), id(opening.free)}}
+        answered = {opening.where for opening, placed in self._made if known & {id(placed), id(opening.free)}}
         for opening, _ in self._made:
-            if opening.hopeless or _where(opening) in answered or not self.bench.paces(opening.num_positions):
+            if opening.hopeless or opening.where in answered or not self.bench.paces(opening.num_positions):
                 continue
             title = mesh_title(opening.num_positions, opening.free.plan.mesh, opening.pp_place)
             if opening.num_positions == 1:
@@ -288,7 +281,9 @@ class Search:
     # -------------------------------------------------------------------------------------------- candidates
 
     def _meshes(self) -> deque[Whereabouts]:
-        """All that the space has; what is likely good and soon placed comes first."""
+        """All that the space has; what is likely good and soon placed comes first: by what simple policies take on it, then by
+        rule of thumb.
+        """
         found = [
             (number, mesh, min(self.space.pp_place or 0, len(mesh.axes)) if number > 1 else 0)
             for number in divisors(self.config.plan_ngpus)
@@ -296,7 +291,10 @@ class Search:
             for mesh in self.space.meshes.get(self.config.plan_ngpus // number, ())
         ]
         node = self.bench.hardware.tiers[0].sizes[0]
-        return deque(sorted(found, key=lambda item: unlikely(item[1], node) * self._slower(item[0])))
+        found.sort(key=lambda where: unlikely(where[1], node) * self.bench.slower(where[0]))
+        if len(found) > 1:
+            found.sort(key=lambda where: FURTHER_AXIS ** max(0, len(where[1].axes) - 1) * self.bench.likely_s(where))
+        return deque(found)
 
     def _opening(self, num_positions: int, mesh: Mesh, pp_place: int) -> Opening | None:
         ranks = position_ranks(mesh, num_positions, pp_place)[0]
@@ -397,11 +395,6 @@ class Search:
                     self.found.others.append(candidate)
                 fits = fits or not candidate.plan.recompute
         return fits
-
-
-def _where(opening: Opening) -> tuple[int, Mesh, int]:
-    """What tells openings apart."""
-    return opening.num_positions, opening.mesh, opening.pp_place
 
 
 def _bounded(free: Placed, least_s: float) -> Placed:

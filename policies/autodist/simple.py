@@ -68,11 +68,14 @@ def simple_plans(
     space: Space,
     setting: Setting,
     below_s: float = float("inf"),
+    known_starts: dict[tuple[int, ...], list[str]] | None = None,
 ) -> Iterator[Simple]:
     """What the simple policies make of so many positions of one mesh: the last axis splits the inner dims of the model and the
     one before it the batch; of one axis, either. Meshes of more axes are none of theirs. Without what breaks the constraints.
-    ``below_s``: placements that take longer are of no interest.
+    ``below_s``: placements that take longer are of no interest. ``known_starts``: takes in where stages begin, by what position
+    runs each, for other meshes.
     """
+    found = {} if known_starts is None else known_starts
     for placement in _placements(graph, mesh, space.constraints(mesh)):
         config = setting.config
         plan = replace(placement, zero=units_of_storage(config), outputs=output_wishes(graph, config))
@@ -87,8 +90,9 @@ def simple_plans(
                 yield Simple(plan, plan, pace, work_s + _once_s(walk, [0], whole), partial(_least_bytes, walk, [1], [0], whole))
                 continue
             schedule = generate(pace.schedule, num_positions, space.num_microbatches, pace.chunks)
+            key = tuple(schedule.placement)
             try:
-                starts = space.stage_starts or stage_starts(graph, schedule.placement)
+                starts = space.stage_starts or found.setdefault(key, found.get(key) or stage_starts(graph, key))
             except PlanError:
                 continue  # fewer places to cut than stages
             ranks = position_ranks(placement.mesh, num_positions, pp_place)

@@ -133,6 +133,8 @@ def _add(total: Found, found: Found, variant: Variant, time_limit_s: float) -> N
     total.bounds |= {f"{title}, {variant.title}": bound for title, bound in found.bounds.items()}
     total.least = min(total.least, (found.least[0], f"{found.least[1]}, {variant.title}", found.least[2]))
     total.unbounded += [f"{title}, {variant.title}" for title in found.unbounded]
+    total.not_compared += [f"{title}, {variant.title}" for title in found.not_compared]
+    total.is_compared |= found.is_compared
     total.unanswered |= {f"{title}, {variant.title}": bound for title, bound in found.unanswered.items()}
     if found.interrupted is not None:
         total.interrupted = INTERRUPT if found.interrupted == INTERRUPT else _time_over(time_limit_s)

@@ -97,7 +97,7 @@ class Walk:
     @cached_property
     def times(self) -> tuple[OpTime, ...]:
         """Seconds of the instructions, in order."""
-        return tuple(self._time_of(instruction) for _, instruction in self.by_place)
+        return tuple(self.time_of(instruction) for _, instruction in self.by_place)
 
     @cached_property
     def forward_s(self) -> list[float]:
@@ -207,7 +207,8 @@ class Walk:
             found[place] += time
         return found
 
-    def _time_of(self, instruction: Instruction) -> OpTime:
+    def time_of(self, instruction: Instruction) -> OpTime:
+        """Seconds of one instruction."""
         setting = self.setting
         if isinstance(instruction, Compute):
             return op_time(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +14,10 @@ from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.schedule.generate import SCHEDULES
+from shardwright.policies.autodist import search as outer_search
 from shardwright.policies.autodist.auditing import Auditor
 from shardwright.policies.autodist.candidates import Pace, divisors, meshes, position_ranks
+from shardwright.policies.autodist.clock import Clock
 from shardwright.policies.autodist.found import Found
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.placement.constraints import Constraints
@@ -52,6 +55,33 @@ def searched(simple: bool, **fields: Any) -> tuple[Search, Found]:
     return search, search.run()
 
 
+class Placings(Clock):
+    """Placing the model on a mesh takes a second, and nothing else takes any time."""
+
+    num_placed = 0
+
+    @property
+    def seconds(self) -> float:
+        return float(self.num_placed)
+
+
+def in_time(limit_s: float) -> tuple[Search, Found]:
+    """A search that time ends."""
+    clock = Placings(limit_s)
+
+    def slowly(wish: Wish) -> Placed:
+        clock.num_placed += 1
+        return poor(wish)
+
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=True, outputs="loss")
+    every = {n: meshes(n) for n in divisors(4)}
+    space = Space(
+        meshes=every, num_microbatches=NUM_MICROBATCHES, schedules=("1f1b", "zb_h1"), mixed=False, simple=True, audits=1
+    )
+    search = Search(plans.zoo_graph("mlp"), config, slow_machine(4, bytes_per_s=1e9), space, slowly, clock=clock)
+    return search, search.run()
+
+
 def costs(search: Search) -> list[PlanCost]:
     found = []
     for policy, options in SIMPLE:
@@ -77,6 +107,35 @@ def test_a_search_of_poor_placements_answers_with_a_simple_plan(tight: bool) -> 
     told = certificate(all_found, found, made.bench.hardware)
     assert told.cost_s == found.step_s >= told.bound_s
     assert "the bound is of other placements: the plan is a simple policy's, which the search has not bettered" in told.proof
+
+
+@pytest.mark.parametrize("limit_s", [2.5, 3.5])
+def test_a_search_that_time_ends_is_held_to_the_simple_policies_too(limit_s: float) -> None:
+    """Also on meshes that it has not come to."""
+    search, found = in_time(limit_s)
+    assert found.interrupted == f"the time limit of {limit_s:.0f} s" and found.best is not None
+    assert found.best.step_s <= min(cost.step_s for cost in costs(search))
+    assert found.is_compared and not found.not_compared
+    assert "the simple policies may" not in certificate(found, found.best, search.bench.hardware).proof
+
+
+def test_where_there_was_no_time_for_the_simple_policies_is_said() -> None:
+    search, found = in_time(0.5)
+    assert found.best is not None and not found.is_compared
+    assert set(found.not_compared) == {"x=4", "x=2 x y=2", "pp=2 x x=2", "pp=4"}
+    told = certificate(found, found.best, search.bench.hardware).proof
+    assert "; the simple policies may have a better plan: there was no time to compare it with any of them" in told
+    few = certificate(replace(found, is_compared=True), found.best, search.bench.hardware).proof
+    assert "there was no time to compare it with those on pp=2 x x=2, " in few
+
+
+def test_where_time_is_short_a_simple_plan_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as its limit is short for what it takes to find out which is likely the best: then before all placements."""
+    monkeypatch.setattr(outer_search, "SHORT", math.inf)
+    search, found = in_time(1e9)
+    first = [candidate for candidate in search.found.audited if candidate.is_simple][-1]
+    assert found.best is not None and first.step_s >= found.best.step_s
+    assert first.placed[0].space == "poor"  # its mesh was placed since, and bounds it
 
 
 def test_the_stages_of_a_simple_plan_are_tried_with_the_fastest_placement() -> None:

@@ -6,6 +6,8 @@ An error has four parts: *what* went wrong, *where* (the user's file:line and mo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class ShardwrightError(Exception):
     """Base of all errors raised on purpose.
@@ -65,6 +67,11 @@ def format_error(what: str, *, where: str | None = None, why: str | None = None,
     lines += [f"  why:   {why}"] if why else []
     lines += [f"  try:   {hint}"] if hint else []
     return "\n".join(lines)
+
+
+def on_lines(reasons: Iterable[str]) -> str:
+    """Several reasons as one part of an error, a line each."""
+    return "\n         ".join(reasons)
 
 
 def did_you_mean(name: str, known: list[str] | tuple[str, ...]) -> str | None:

@@ -16,7 +16,7 @@ from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.strategy import Assignment
 from shardwright.compiler.plan.check import check_assignment, check_layout, ops_of, output_paths
 from shardwright.compiler.plan.plan import Plan, StagePlan
-from shardwright.runtime.errors import PlanError, did_you_mean
+from shardwright.runtime.errors import PlanError, did_you_mean, on_lines
 from shardwright.runtime.layout import Atom, Layout, Mesh
 
 DATA_AXES = ("dp",)
@@ -41,7 +41,7 @@ def refit(plan: Plan, graph: IRGraph, num_ranks: int, axis_sizes: Mapping[str, i
         listed = problems[:SHOWN] + ([f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else [])
         raise PlanError(
             f"the plan does not fit this model on {num_ranks} ranks",
-            why="\n         ".join(listed),
+            why=on_lines(listed),
             hint="edit the plan where it says, or plan anew",
         )
     return moved

@@ -118,6 +118,7 @@ class Audits:
             self.found.audited.sort(key=lambda candidate: candidate.step_s)
         else:
             self.found.refused[candidate.title] = too_large(cost.peak_bytes, self.space.memory_bytes)
+            self.found.needed_bytes[candidate.title] = cost.peak_bytes
             self.found.least = min(self.found.least, least_of(cost, candidate.title))
         return cost
 

@@ -17,7 +17,7 @@ from shardwright.policies.autodist.clock import Clock
 from shardwright.policies.autodist.cutting import Cutter
 from shardwright.policies.autodist.found import Attempt, Candidate, Found, Offer, Whereabouts
 from shardwright.policies.autodist.scouting import Scout
-from shardwright.policies.autodist.space import Placed, Placer, Space, Wish
+from shardwright.policies.autodist.space import NoPlacement, Placed, Placer, Space, Wish
 from shardwright.policies.autodist.stages.split import NoFit, NoGain
 from shardwright.policies.autodist.stages.walk import Setting, Walk
 from shardwright.policies.autodist.words import too_large
@@ -150,6 +150,8 @@ class Bench:
             return placed
         except PlanError as error:
             self.found.refused[title] = f"{error.what}: {error.why}" if error.why else error.what
+            if isinstance(error, NoPlacement):
+                self.found.needed_bytes[title] = error.needed_bytes
             return None
 
     def offer(self, placed: Placed, ranks: tuple[int, ...]) -> Offer:
@@ -177,9 +179,9 @@ class Bench:
             self.found.bounds[attempt.title] = found.bound_s
             return None
         if isinstance(found, NoFit):
-            self.found.refused[attempt.title] = too_large(
-                found.needed_bytes, self.space.memory_bytes, verb="is predicted to need"
-            )
+            words = too_large(found.needed_bytes, self.space.memory_bytes, verb="is predicted to need")
+            self.found.refused[attempt.title] = words
+            self.found.needed_bytes[attempt.title] = found.needed_bytes
             return None
         self.found.refused.pop(attempt.title, None)
         return found

@@ -114,7 +114,8 @@ INTERRUPT = "Ctrl-C"
 @dataclass
 class Found:
     """What a search has found so far. ``audited``: candidates that were lowered, best first; ``others``: predicted only;
-    ``refused``: what was tried and why it is no candidate. ``bounds``: what was tried and is no better than others, with
+    ``refused``: what was tried and why it is no candidate; ``needed_bytes``: of what takes too much memory, what it needs on
+    a device. ``bounds``: what was tried and is no better than others, with
     the seconds that none of it is below; ``unanswered``: the same of meshes that may have a plan and left none, as there was no
     time or nothing was found that fits; ``unbounded``: pipelines in no bound, as no split of the placements chosen fits.
     ``least``: of the plan that needs least among those that were audited and do not fit, the bytes, the title, and what
@@ -126,6 +127,7 @@ class Found:
     audited: list[Candidate] = field(default_factory=list)
     others: list[Candidate] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
+    needed_bytes: dict[str, float] = field(default_factory=dict)
     bounds: dict[str, float] = field(default_factory=dict)
     unanswered: dict[str, float] = field(default_factory=dict)
     unbounded: list[str] = field(default_factory=list)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from shardwright.compiler.cost.hardware import Hardware
@@ -25,9 +26,8 @@ from shardwright.policies.autodist.placement.pricing import Pricing
 from shardwright.policies.autodist.placement.problem import formulate
 from shardwright.policies.autodist.placement.request import PlacementRequest
 from shardwright.policies.autodist.solver.problem import Infeasible
-from shardwright.policies.autodist.space import Placed, Wish
+from shardwright.policies.autodist.space import NoPlacement, Placed, Wish
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
 
 TARGET_GAP, LARGE = 5e-3, 256
@@ -96,7 +96,8 @@ class Placer:
         pricing = self.pricing_of(request)
         found = place(request, pricing=pricing) if wish.lean is None else lean(request, wish.lean, pricing)
         if isinstance(found, Infeasible):
-            raise PlanError("no placement fits", why=_too_large(found, request, pricing, wish.num_positions))
+            why = _too_large(found, request, pricing, wish.num_positions)
+            raise NoPlacement(why, (found.least_usage or math.inf) / wish.num_positions)
         plan = found.plan if self.graph.eval_graph is None else _with_evaluation(found, self.graph.eval_graph)
         if self.options.mesh is None:
             plan = named(plan, split_dim_names(self.graph, plan), kept=self.options.degrees)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,11 +25,12 @@ from shardwright.policies.autodist.placer import Placer, Pricings, constraints_o
 from shardwright.policies.autodist.search import Search
 from shardwright.policies.autodist.space import Space
 from shardwright.policies.autodist.variants import Variant, Variants
+from shardwright.policies.autodist.words import first_of, refusals
 from shardwright.policies.partition import starts_at
 from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.saved import SavedOptions, load_plan
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import ConfigError, PlanError
+from shardwright.runtime.errors import ConfigError, PlanError, on_lines
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.swap import write_file
 
@@ -64,19 +65,18 @@ def save(options: AutodistOptions, plan: Plan) -> None:
 def settled(found: Found, config: ComputeConfig, hardware: Hardware) -> Plan:
     """The best plan of a search, with its certificate. Raises :class:`PlanError` if nothing fits."""
     if found.best is None:
-        reasons = [*_least_in_words(found), *(f"{title}: {reason}" for title, reason in found.refused.items())]
-        refused = "; ".join(reasons) or "nothing was tried"
+        reasons = [*_least_in_words(found), *refusals(found)] or ["nothing was tried"]
         if found.interrupted is not None:
-            predicted = f"; not audited: {', '.join(c.title for c in found.others)}" if found.others else ""
+            reasons += [f"not audited: {first_of([c.title for c in found.others])}"] if found.others else []
             raise PlanError(
                 f"no plan for {config.plan_ngpus} ranks was found before {found.interrupted} ended the search, "
                 f"after {found.seconds:.0f} s",
-                why=refused + predicted,
+                why=on_lines(reasons),
                 hint="a longer time_limit_s, or less to search: mesh, num_stages or schedule given",
             )
         raise PlanError(
             f"no plan for {config.plan_ngpus} ranks fits on {hardware.name}",
-            why=refused,
+            why=on_lines(reasons),
             hint="more ranks (plan_ngpus), a larger memory_limit_gb, or fewer constraints",
         )
     best = found.best.plan
@@ -168,13 +168,13 @@ def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificat
     if not best.is_mixed and found.tried_mixed:
         proof += "; stages that differ were searched with the placements offered to them"
     if found.unbounded:
-        proof += f"; not in the bound: {_first_of(found.unbounded)}, as no split of the placements chosen there fits"
+        proof += f"; not in the bound: {first_of(found.unbounded)}, as no split of the placements chosen there fits"
     if found.searched:
         proof += f"; searched one by one: {found.searched}"
     if found.interrupted is not None:
         proof += f"; the search was ended by {found.interrupted}: meshes that it did not come to are not in the bound"
     if found.not_compared:
-        which = f"those on {_first_of(found.not_compared)}" if found.is_compared else "any of them"
+        which = f"those on {first_of(found.not_compared)}" if found.is_compared else "any of them"
         proof += f"; the simple policies may have a better plan: there was no time to compare it with {which}"
     least_s, least = found.least_bounded
     if least_s < best.bound_s:
@@ -187,12 +187,6 @@ def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificat
         bound_s /= sharing.speed(1)
         proof += "; times are those of ranks that all compute, and no rank is faster than with a core for itself"
     return Certificate(best.step_s, bound_s, proof, space, hardware.name, tuple(tried))
-
-
-def _first_of(titles: Sequence[str]) -> str:
-    """The first two, and how many more there are."""
-    first, more = ", ".join(titles[:2]), len(titles) - 2
-    return f"{first} and {more} more" if more > 0 else first
 
 
 def _space(graph: PlannableGraph, config: ComputeConfig, options: AutodistOptions, hardware: Hardware) -> Space:

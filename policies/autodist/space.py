@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.placement.constraints import Constraints
 from shardwright.policies.autodist.placement.lean import Weight
+from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
+
+
+class NoPlacement(PlanError):
+    """No placement on a mesh fits. ``needed_bytes``: what any needs on a device; infinite where that is not known."""
+
+    def __init__(self, why: str, needed_bytes: float) -> None:
+        super().__init__("no placement fits", why=why)
+        self.needed_bytes = needed_bytes
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,7 @@ def _add(total: Found, found: Found, variant: Variant, time_limit_s: float) -> N
     total.audited = sorted([*total.audited, *map(variant.of, found.audited)], key=lambda candidate: candidate.step_s)
     total.others += map(variant.of, found.others)
     total.refused |= {f"{title}, {variant.title}": reason for title, reason in found.refused.items()}
+    total.needed_bytes |= {f"{title}, {variant.title}": needed for title, needed in found.needed_bytes.items()}
     total.bounds |= {f"{title}, {variant.title}": bound for title, bound in found.bounds.items()}
     total.least = min(total.least, (found.least[0], f"{found.least[1]}, {variant.title}", found.least[2]))
     total.unbounded += [f"{title}, {variant.title}" for title in found.unbounded]

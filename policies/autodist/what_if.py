@@ -16,7 +16,8 @@ from shardwright.policies.autodist.explain import GIGABYTE, TIE, Choice, Request
 from shardwright.policies.autodist.found import Candidate
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.policy import search
-from shardwright.runtime.errors import PlanError
+from shardwright.policies.autodist.words import refusals
+from shardwright.runtime.errors import PlanError, on_lines
 from shardwright.runtime.layout import Mesh
 
 NO_LIMIT_GB = 1e9
@@ -68,8 +69,7 @@ def against(request: Request, sizes: Mapping[str, int]) -> Candidate:
     options = replace(request.options, mesh=inner, degrees={}, num_stages=positions, forbid=forbid)
     found = search(request.graph, request.config, options, request.hardware)
     if found.best is None:
-        reasons = "; ".join(f"{title}: {reason}" for title, reason in found.refused.items())
-        raise PlanError(f"nothing fits on the mesh {Mesh.of(sizes)}", why=reasons or None)
+        raise PlanError(f"nothing fits on the mesh {Mesh.of(sizes)}", why=on_lines(refusals(found)) or None)
     return found.best
 
 

@@ -6,8 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from shardwright.compiler.plan.amounts import amount
 from shardwright.policies.autodist.candidates import Pace
+from shardwright.policies.autodist.found import Found
 from shardwright.policies.autodist.stages.chain import Part
 from shardwright.runtime.layout import Mesh
+
+MOST_LISTED = 4
+"""Reasons of a kind that an error has."""
 
 
 def mesh_title(num_positions: int, mesh: Mesh, pp_place: int = 0) -> str:
@@ -33,6 +37,26 @@ def too_large(needed_bytes: float, limit_bytes: float, *, verb: str = "needs") -
     if needed_bytes == float("inf"):
         return "the model cannot be cut into so many stages"
     return f"it {verb} {amount(needed_bytes, 'B', digits=4)} on a device, and {amount(limit_bytes, 'B', digits=4)} are allowed"
+
+
+def refusals(found: Found) -> list[str]:
+    """Why nothing tried is the answer, a line each: what needs least memory first, and once what is said of many."""
+    large = sorted(found.refused.keys() & found.needed_bytes.keys(), key=lambda title: (found.needed_bytes[title], title))
+    lines = [f"{title}: {found.refused[title]}" for title in large[:MOST_LISTED]]
+    if len(large) > MOST_LISTED:
+        lines.append(f"{len(large) - MOST_LISTED} more need as much or more")
+    alike: dict[str, list[str]] = {}
+    for title in (title for title in found.refused if title not in found.needed_bytes):
+        alike.setdefault(found.refused[title], []).append(title)
+    lines += [f"{first_of(titles)}: {reason}" for reason, titles in list(alike.items())[:MOST_LISTED]]
+    left = sum(map(len, list(alike.values())[MOST_LISTED:]))
+    return [*lines, f"and {left} more, for other reasons"] if left else lines
+
+
+def first_of(titles: Sequence[str]) -> str:
+    """The first two, and how many more there are."""
+    first, more = ", ".join(titles[:2]), len(titles) - 2
+    return f"{first} and {more} more" if more > 0 else first
 
 
 def again_in_words(chosen: Sequence[Sequence[Part]], layers: Mapping[int, str]) -> str:

@@ -12,6 +12,8 @@ _NUMBER = "keep it a tensor: x * y.max() computes what x * y.max().item() does"
 _PLACE = "use the tensor itself as an index, or a mask over all places (torch.arange(n) < length) instead of a size"
 _OUTSIDE = "compute with torch's own operators on the tensor"
 _ANY_SIZE = "keep all elements, and give those that do not count the weight 0 or torch.where(mask, x, 0)"
+_FIRST = "mark first occurrences with a mask over all elements, or find them before the model is called"
+_COUNT = "F.one_hot(x, n).sum(0) counts n values"
 
 _REMEDIES = {
     "__bool__": _DECIDES,
@@ -32,20 +34,16 @@ _REMEDIES = {
     "argwhere": _ANY_SIZE,
     "masked_select": _ANY_SIZE,
     "__getitem__": _ANY_SIZE,
-    "unique": "mark first occurrences with a mask over all elements, or find them before the model is called",
-    "unique_consecutive": "mark first occurrences with a mask over all elements, or find them before the model is called",
-    "bincount": "F.one_hot(x, n).sum(0) counts n values",
+    "unique": _FIRST,
+    "unique_consecutive": _FIRST,
+    "bincount": _COUNT,
     "repeat_interleave": "pass output_size=, the sum of the repeats",
 }
 
 VALUE_READERS = frozenset(_REMEDIES) - {"__getitem__", "repeat_interleave"}
 """Functions that always read values, by name; others may."""
 
-_OF_ANY_SIZE = {name for name, remedy in _REMEDIES.items() if remedy is _ANY_SIZE} | {
-    "unique",
-    "unique_consecutive",
-    "bincount",
-}
+_OF_ANY_SIZE = {name for name, remedy in _REMEDIES.items() if remedy in (_ANY_SIZE, _FIRST, _COUNT)}
 
 
 def explained(function: Any, name: str) -> tuple[str, str]:

@@ -1,10 +1,10 @@
 """What a plan costs, from the program that is really emitted.
 
 Without stages the time is a sum: operators, adapters (which block), as often as there are microbatches, the reduction of
-gradients, the optimizer's pass and the gathering of what it updated elsewhere. That is what planners minimise, to the last
-term. Where the config overlaps them, sums run beside the last backward and gatherings beside the first forward
-(:mod:`~shardwright.compiler.cost.overlap`). A pipeline is its schedule, simulated with the times of its stages and messages
-(:mod:`~shardwright.compiler.cost.pipeline_time`).
+gradients, the exchange of whole tensors where the optimizer needs them, its pass, and the gathering of what it updated
+elsewhere. That is what planners minimise, to the last term. Where the config overlaps them, sums run beside the last backward
+and gatherings beside the first forward (:mod:`~shardwright.compiler.cost.overlap`). A pipeline is its schedule, simulated with
+the times of its stages and messages (:mod:`~shardwright.compiler.cost.pipeline_time`).
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ def _audit(
     comm_s = {name: num_microbatches * seconds for name, seconds in body.comm_s.items()}
     inside_s = sum(comm_s.values())
     comm_bytes = {name: num_microbatches * num_bytes for name, num_bytes in body.comm_bytes.items()}
-    if reduction.total_s:
-        comm_s[reduction.name], comm_bytes[reduction.name] = reduction.total_s, reduction.total_bytes
+    for name, (seconds, num_bytes) in reduction.messages.items():
+        comm_s[name], comm_bytes[name] = seconds, num_bytes
     compute_s = num_microbatches * body.compute_s + reduction.accumulation_s + reduction.optimizer_s
-    idle_s = max(0.0, step_s - compute_s - inside_s)
+    idle_s = max(0.0, step_s - compute_s - inside_s - reduction.exchange.total_s)
     memory_of = program_memory(program, config, optimizer, num_microbatches=num_microbatches)
     ranks = range(config.plan_ngpus)
     settings = ReductionSettings.of(config, config.num_units)
@@ -146,7 +146,6 @@ def _timeline(
     summed_s += reduction.across_s
     if summed_s:
         end = add(("reduce gradients", end, end + summed_s))
-    end = add(("optimizer step", end, end + reduction.optimizer_s))
-    if reduction.gathered_s and not settings.overlaps_parameters:
-        end = add(("gather parameters", end, end + reduction.gathered_s))
+    for name, seconds in reduction.after_sums(gathers_ahead=settings.overlaps_parameters):
+        end = add((name, end, end + seconds))
     return tuple(parts), end

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwright.compiler.cost.ledger import Ledger
-from shardwright.compiler.cost.optimizer_memory import OptimizerMemory, gradient_bytes, state_bytes
+from shardwright.compiler.cost.optimizer_memory import OptimizerMemory, gradient_bytes, is_split, state_bytes
 from shardwright.compiler.cost.trained import Trained, updated_shares
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.zero.settings import ReductionSettings
@@ -159,10 +159,7 @@ class GradientBooks:
         return _Bucket(members, self._is_split(first), self._element_bytes(first), mine, length)
 
     def _is_split(self, item: Trained) -> bool:
-        settings = self._settings
-        if not settings.makes_shards:
-            return False
-        return item.shards > 1 or not settings.stage or settings.state_dtype(item.dtype) != item.dtype
+        return is_split(self._settings, item.dtype, item.shards)
 
     def _element_bytes(self, item: Trained) -> float:
         if self._optimizer.grad_bytes_per_element is None and self._is_split(item):

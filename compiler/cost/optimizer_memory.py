@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwright.compiler.cost.local import estimated_size, local_shape
 from shardwright.compiler.cost.optimizer_state import NamedOptimizer
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import ZERO, Layout, Mesh
@@ -36,7 +37,7 @@ class OptimizerMemory:
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether it treats every element by itself, so that ZeRO gives it parts of parameters."""
+        """Whether it treats every element by itself, so that it works on pieces, and ZeRO gives it parts of them."""
         return self.named is None or self.named.is_elementwise
 
     def moments_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> float:
@@ -83,3 +84,40 @@ def num_shards(layout: Layout, mesh: Mesh, config: ComputeConfig) -> int:
     if config.use_zero not in (1, 2):  # stage 3 cuts the parameter itself
         return 1
     return max(1, num_copies(layout, mesh, config) // config.zero_ngroups)
+
+
+def num_pieces(layout: Layout, mesh: Mesh, optimizer: OptimizerMemory) -> int:
+    """From how many ranks the pieces of a parameter come together on one, as the optimizer needs them; 1 where they do not."""
+    return 1 if optimizer.is_elementwise else math.prod(mesh.axis_size(axis) for axis in layout.cut_axes)
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """What a rank updates of a parameter: the ``share`` of a tensor of ``shape``, on average over the ranks among which it is
+    shared out.
+    """
+
+    shape: tuple[int, ...]
+    share: float
+
+    @classmethod
+    def of(cls, layout: Layout, mesh: Mesh, config: ComputeConfig, optimizer: OptimizerMemory) -> Updated:
+        """Its piece, the whole where the optimizer needs it, or of either what ZeRO leaves."""
+        pieces, shards = num_pieces(layout, mesh, optimizer), num_shards(layout, mesh, config)
+        shape = tuple(map(estimated_size, layout.shape)) if pieces > 1 else local_shape(layout, mesh)
+        return cls(shape, 1 / (pieces * shards))
+
+    @property
+    def num_elements(self) -> float:
+        return self.share * math.prod(self.shape)
+
+
+def kept_bytes(optimizer: OptimizerMemory, layout: Layout, dtype: torch.dtype, mesh: Mesh, config: ComputeConfig) -> float:
+    """What a rank keeps of a parameter to update it, state and any master, on average: see :class:`Updated`."""
+    updated = Updated.of(layout, mesh, config, optimizer)
+    return updated.share * state_bytes(optimizer, updated.shape, dtype, config)
+
+
+def is_split(settings: ReductionSettings, dtype: torch.dtype, shards: int) -> bool:
+    """Whether the runtime makes shards of a parameter of ``dtype``, as one with ``shards`` parts or a master has."""
+    return settings.makes_shards and (shards > 1 or not settings.stage or settings.state_dtype(dtype) != dtype)

@@ -40,9 +40,10 @@ def pipeline_cost(
 ) -> PlanCost:
     """The cost of one step of all microbatches.
 
-    After its last action each rank reduces its gradients, updates its parameters and gathers those that others updated. Where
-    the config overlaps them, the reduction of a stage begins with the end of that stage's last backward, and a stage begins
-    when its parameters are there, gathered one stage after the other from the start.
+    After its last action each rank reduces its gradients, updates its parameters (and exchanges whole tensors of them where the
+    optimizer needs these), and gathers those that others updated. Where the config overlaps them, the reduction of a stage
+    begins with the end of that stage's last backward, and a stage begins when its parameters are there, gathered one stage
+    after the other from the start.
     """
     plan = program.plan
     schedule = schedule_of_step(plan, trains=not config.inference_only)
@@ -74,8 +75,8 @@ def pipeline_cost(
                 comm[name] = comm.get(name, 0.0) + plan.num_microbatches * seconds
                 volumes[name] = volumes.get(name, 0.0) + plan.num_microbatches * bodies[index].comm_bytes[name]
         compute_s = busy_s - sum(comm.values()) + reduction.optimizer_s
-        if reduction.total_s:
-            comm[reduction.name], volumes[reduction.name] = reduction.total_s, reduction.total_bytes
+        for name, (seconds, num_bytes) in reduction.messages.items():
+            comm[name], volumes[name] = seconds, num_bytes
         costs[position.ranks] = compute_s, comm, volumes
     step_s = max(ends)
     found = {
@@ -144,13 +145,11 @@ class _Position:
             complete = {span.action.stage: span.end_s for span in spans if span.action.kind in kinds}
             reduced = max([last, *self._one_after_the_other(complete, lambda found: found.sum_s).values()])
         reduced += reduction.across_s
-        updated = reduced + reduction.optimizer_s
-        parts = [Activity(rank, "reduce gradients", last, reduced)] if reduced > last else []
-        parts.append(Activity(rank, "optimizer step", reduced, updated))
-        if self.gathers_ahead or not reduction.gathered_s:
-            return parts, updated
-        end = updated + reduction.gathered_s
-        return [*parts, Activity(rank, "gather parameters", updated, end)], end
+        parts, end = [Activity(rank, "reduce gradients", last, reduced)] if reduced > last else [], reduced
+        for name, seconds in reduction.after_sums(gathers_ahead=self.gathers_ahead):
+            parts.append(Activity(rank, name, end, end + seconds))
+            end += seconds
+        return parts, end
 
     def _one_after_the_other(self, ready: Mapping[int, float], seconds: Callable[[ParameterSync], float]) -> dict[int, float]:
         """By stage, when what its parameters take is done, which begins when the stage is ``ready``, one after the other."""

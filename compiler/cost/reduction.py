@@ -1,4 +1,6 @@
-"""The sums of gradients, the optimizer's pass, and the gathering of what ZeRO updated elsewhere: how long they take."""
+"""What follows the backwards of a step: sums of gradients, the exchange of whole tensors, the optimizer's pass, and the
+gathering of what ZeRO updated elsewhere. How long they take.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,18 @@ from functools import partial
 
 from shardwright.compiler.cost.adapters import reduction_s
 from shardwright.compiler.cost.hardware import Hardware
-from shardwright.compiler.cost.local import local_bytes, local_shape
+from shardwright.compiler.cost.local import local_bytes
 from shardwright.compiler.cost.operators import optimizer_s
-from shardwright.compiler.cost.optimizer_memory import OptimizerMemory, gradient_bytes, num_shards, state_bytes
+from shardwright.compiler.cost.optimizer_memory import (
+    OptimizerMemory,
+    Updated,
+    gradient_bytes,
+    is_split,
+    kept_bytes,
+    num_pieces,
+    num_shards,
+)
+from shardwright.compiler.cost.wholes import NO_EXCHANGE, WHOLES, Exchange, exchange_of
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.plan.program import Declaration
 from shardwright.runtime.config import ComputeConfig
@@ -22,6 +33,8 @@ UNITS, STAGES = "units", "stages"
 GRADIENTS = "gradients"
 """What the exchange of gradients is called, after what they are summed over."""
 
+OPTIMIZER_STEP = "optimizer step"
+
 ADDITION_PASSES = 3
 """Adding to a gradient reads it and what is added, and writes it."""
 
@@ -32,7 +45,8 @@ class ParameterSync:
     adding up what groups of ZeRO have summed, once per step. ``gather_s``: of gathering what was updated elsewhere.
 
     ``axes``: what its gradient is summed over. ``bucket_bytes``: that it takes in a bucket. ``num_bytes``: that go through
-    the collectives of a step.
+    the collectives of a step. ``exchange``: of its whole tensor, where the optimizer needs it and the plan cuts it, beside all
+    this.
     """
 
     sum_s: float
@@ -41,6 +55,7 @@ class ParameterSync:
     axes: tuple[str, ...]
     bucket_bytes: int
     num_bytes: float
+    exchange: Exchange = NO_EXCHANGE
 
     @property
     def communicates(self) -> bool:
@@ -81,6 +96,16 @@ class Reduction:
         return self.num_sums * self.sum_s + self.across_s + self.gathered_s
 
     @property
+    def exchange(self) -> Exchange:
+        """Of all whole tensors."""
+        return sum((found.exchange for found in self.parameters.values()), NO_EXCHANGE)
+
+    @property
+    def end_s(self) -> float:
+        """Of everything that is added to the passes of the microbatches, one after the other."""
+        return self.total_s + self.exchange.total_s + self.optimizer_s
+
+    @property
     def total_bytes(self) -> float:
         """Of all that is summed or gathered, each time counted."""
         return sum(found.num_bytes for found in self.parameters.values())
@@ -90,6 +115,26 @@ class Reduction:
         """``"dp+units gradients"``: everything that gradients are summed over."""
         axes = {axis for found in self.parameters.values() if found.communicates for axis in found.axes}
         return f"{'+'.join(sorted(axes, key=lambda axis: (axis == UNITS, axis)))} {GRADIENTS}"
+
+    @property
+    def messages(self) -> dict[str, tuple[float, float]]:
+        """By what communicates, its seconds and bytes."""
+        found = {self.name: (self.total_s, self.total_bytes)} if self.total_s else {}
+        exchange = self.exchange
+        return found | ({WHOLES: (exchange.total_s, exchange.num_bytes)} if exchange.num_bytes else {})
+
+    def after_sums(self, *, gathers_ahead: bool) -> list[tuple[str, float]]:
+        """What follows when all gradients are summed, and its seconds, one after the other. ``gathers_ahead``: parameters are
+        gathered beside the next forward.
+        """
+        exchange = self.exchange
+        parts = [
+            ("gather whole tensors", exchange.gather_s),
+            (OPTIMIZER_STEP, self.optimizer_s),
+            ("scatter whole tensors", exchange.scatter_s),
+            ("gather parameters", 0.0 if gathers_ahead else self.gathered_s),
+        ]
+        return [(name, seconds) for name, seconds in parts if seconds or name == OPTIMIZER_STEP]
 
     @classmethod
     def of(
@@ -111,7 +156,7 @@ class Reduction:
         on = tuple(range(config.plan_ngpus)) if ranks is None else ranks
         settings = ReductionSettings.of(config, config.num_units)
         num_sums = num_microbatches if settings.frees_gradients else 1
-        where = _Where(mesh, config, settings, hardware, on, num_sums)
+        where = _Where(mesh, config, settings, hardware, on, num_sums, optimizer)
         found: dict[str, ParameterSync] = {}
         sizes, step_s = [], 0.0
         for declaration in declarations:
@@ -136,6 +181,7 @@ class _Where:
     hardware: Hardware
     ranks: tuple[int, ...]
     num_sums: int
+    optimizer: OptimizerMemory
 
     def sync(self, declaration: Declaration, elsewhere: Sequence[tuple[int, ...]]) -> ParameterSync:
         """Of one parameter. ``elsewhere``: the unit ranks of other stages that hold it."""
@@ -167,7 +213,19 @@ class _Where:
         slice_bytes = size / max(1, num_shards(layout, self.mesh, config)) if across_s else 0.0
         sent = (self.num_sums * size if sum_s else 0) + slice_bytes
         sent += local_bytes(layout, narrow, self.mesh) if gather_s else 0
-        return ParameterSync(sum_s, across_s, gather_s, axes, size, sent)
+        return ParameterSync(sum_s, across_s, gather_s, axes, size, sent, self._exchange(declaration, held, places, pieces))
+
+    def _exchange(self, declaration: Declaration, mesh: Mesh, ranks: tuple[int, ...], units: int) -> Exchange:
+        """Of one parameter, which lies on ``mesh`` over ``units`` units at a time. ``ranks``: of the first of these."""
+        dtype, layout, config, settings = declaration.value.dtype, declaration.layout, self.config, self.settings
+        if num_pieces(layout, mesh, self.optimizer) == 1:
+            return NO_EXCHANGE
+        shards = num_shards(layout, self.mesh, config)
+        summed = settings.gradient_dtype(dtype) if is_split(settings, dtype, shards) else dtype
+        return exchange_of(
+            layout, summed, dtype, mesh, ranks, self.hardware, num_units=config.num_units // units,
+            unit_size=config.plan_ngpus * units, bucket_bytes=settings.bucket_cap_bytes, num_shards=shards,
+        )  # fmt: skip
 
 
 def accumulated_bytes(declaration: Declaration, mesh: Mesh, config: ComputeConfig, optimizer: OptimizerMemory) -> float:
@@ -203,14 +261,14 @@ def parameter_s(
     if staged and found.parameters:
         size = accumulated_bytes(declaration, mesh, config, optimizer)
         added_s = accumulation_s([size], num_microbatches, hardware)
-    return added_s / num_microbatches, found.total_s + found.optimizer_s
+    return added_s / num_microbatches, found.end_s
 
 
 def update_s(
     declaration: Declaration, mesh: Mesh, config: ComputeConfig, hardware: Hardware, optimizer: OptimizerMemory
 ) -> float:
-    """Seconds of the optimizer's pass over one parameter, or over this rank's share of it with ZeRO."""
-    value, layout = declaration.value, declaration.layout
-    shards = num_shards(layout, mesh, config)
-    kept = state_bytes(optimizer, local_shape(layout, mesh), value.dtype, config) / shards
-    return optimizer_s(local_bytes(layout, value.dtype, mesh) / shards, kept, hardware)
+    """Seconds of the optimizer's pass over what this rank updates of one parameter."""
+    dtype = declaration.value.dtype
+    updated = Updated.of(declaration.layout, mesh, config, optimizer)
+    kept = kept_bytes(optimizer, declaration.layout, dtype, mesh, config)
+    return optimizer_s(updated.num_elements * dtype.itemsize, kept, hardware)

@@ -12,6 +12,7 @@ from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.plan_cost import PlanCost, RankCost, spans
 from shardwright.compiler.cost.rank_memory import CATEGORIES
 from shardwright.compiler.cost.reduction import GRADIENTS
+from shardwright.compiler.cost.wholes import WHOLES
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.report.pictures import Bar, Box, bars, ranks_on_machine, timeline
@@ -200,6 +201,8 @@ def _about_communication(cost: PlanCost) -> str:
         words.append(
             "Gradients are those of parameters: over axes, over the units that hold copies, over stages that share them."
         )
+    if any(WHOLES in rank.comm_s for rank in cost.ranks):
+        words.append("Wholes are parameters that the plan cuts and the optimizer needs whole, on average over the ranks.")
     if cost.messages:
         words.append("Messages between stages are under way beside other work; what that does not hide is waiting.")
         words.append("Their bytes are those of all ranks together.")

@@ -8,8 +8,8 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 
 from shardwright.compiler.cost.adapters import step_time
-from shardwright.compiler.cost.local import local_bytes, local_shape
-from shardwright.compiler.cost.optimizer_memory import gradient_bytes, num_copies, num_shards, state_bytes
+from shardwright.compiler.cost.local import local_bytes
+from shardwright.compiler.cost.optimizer_memory import gradient_bytes, kept_bytes, num_copies
 from shardwright.compiler.cost.reduction import parameter_s
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.value import IRValue, ValueKind
@@ -109,8 +109,7 @@ def _storage(
                 declaration, mesh, config, request.hardware, request.optimizer, request.ranks, request.microbatches
             )
             cost[index] += request.microbatches * each_s + once_s
-            kept = state_bytes(request.optimizer, local_shape(layout, mesh), value.dtype, config)
-            state = kept / num_shards(layout, mesh, config)
+            state = kept_bytes(request.optimizer, layout, value.dtype, mesh, config)
             gradient = num_bytes / item * gradient_bytes(request.optimizer, value.dtype, config)
             held[index] += gradient + state
             # without a bucket a gradient is made by a backward, which a pipeline may not have had; ZeRO-2 keeps a part of it

@@ -13,9 +13,9 @@ from itertools import groupby
 from shardwright.compiler.cost.adapters import step_time
 from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.kept_weights import gathered_again
-from shardwright.compiler.cost.local import local_bytes, local_shape
+from shardwright.compiler.cost.local import local_bytes
 from shardwright.compiler.cost.operators import OperatorTimes, OpTime, op_time
-from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory, gradient_bytes, num_shards, state_bytes
+from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory, gradient_bytes, kept_bytes
 from shardwright.compiler.cost.reduction import parameter_s
 from shardwright.compiler.cost.split_time import parts_of_instructions, parts_of_operator
 from shardwright.compiler.ir.value import ValueKind
@@ -247,8 +247,7 @@ class Walk:
                 continue
             num_elements = num_bytes / value.dtype.itemsize
             gradient = num_elements * gradient_bytes(setting.optimizer, value.dtype, config)
-            kept = state_bytes(setting.optimizer, local_shape(layout, self.storage_mesh), value.dtype, config)
-            held = num_bytes + gradient + kept / num_shards(layout, self.storage_mesh, config)
+            held = num_bytes + gradient + kept_bytes(setting.optimizer, layout, value.dtype, self.storage_mesh, config)
             each_s, once_s = parameter_s(
                 declaration, self.storage_mesh, config, setting.hardware, setting.optimizer, setting.ranks,
                 setting.num_microbatches,

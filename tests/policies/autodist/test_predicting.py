@@ -9,6 +9,9 @@ import pytest
 from planning import mesh_of, slow_machine
 from plans import zoo_graph
 
+from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory
+from shardwright.compiler.cost.optimizer_state import NamedOptimizer
+from shardwright.compiler.cost.wholes import WHOLES
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.policies.autodist.auditing import Auditor
@@ -27,17 +30,21 @@ COUNT = 4
 
 
 @functools.cache
-def attempted(name: str, mesh: str, rate: float, num_positions: int) -> tuple[Attempt, Auditor]:
+def attempted(
+    name: str, mesh: str, rate: float, num_positions: int, optimizer: OptimizerMemory = ADAM
+) -> tuple[Attempt, Auditor]:
     graph, inner = zoo_graph(name), mesh_of(mesh)
     size = inner.size * num_positions
     config = ComputeConfig(plan_ngpus=size, runtime_ngpus=size, use_end2end=True, outputs="loss")
     hardware, ranks = slow_machine(size, bytes_per_s=rate), position_ranks(inner, num_positions, 0)[0]
     wishes = output_wishes(graph, config)
-    found = place(PlacementRequest(graph, inner, ranks, hardware, config, microbatches=COUNT, outputs=wishes))
+    found = place(
+        PlacementRequest(graph, inner, ranks, hardware, config, microbatches=COUNT, outputs=wishes, optimizer=optimizer)
+    )
     assert not isinstance(found, Infeasible)
-    walk = Walk(lower(graph, found.plan), Setting(hardware, config, ranks, num_microbatches=COUNT))
+    walk = Walk(lower(graph, found.plan), Setting(hardware, config, ranks, optimizer, num_microbatches=COUNT))
     offer = Offer(Placed(found.plan, found.bound_s, "test", "test"), walk)
-    return Attempt("test", (offer,), num_positions, Pace("1f1b", 1)), Auditor(graph, config, hardware, COUNT)
+    return Attempt("test", (offer,), num_positions, Pace("1f1b", 1)), Auditor(graph, config, hardware, COUNT, optimizer)
 
 
 ONE_F_ONE_B, GPIPE, ZERO_BUBBLE, INTERLEAVED = Pace("1f1b", 1), Pace("gpipe", 1), Pace("zb_h1", 1), Pace("1f1b_interleaved", 2)
@@ -67,3 +74,14 @@ def test_a_pipeline_takes_what_was_predicted(name: str, mesh: str, rate: float, 
     within = 2e-5 if name == "t5" else 1e-12  # its decoder reads, in every stage, what the encoder made
     for found in (free, between, least):
         assert found.predicted_s == pytest.approx(auditor(found.plan).step_s, rel=within)
+
+
+@pytest.mark.parametrize("rate", [1e6, 1e8])
+def test_the_exchange_of_whole_tensors_is_in_the_prediction(rate: float) -> None:
+    """Each stage brings its own together."""
+    attempt, auditor = attempted("gpt2", "2", rate, 2, OptimizerMemory(named=NamedOptimizer("Adafactor")))
+    found = Cutter(zoo_graph("gpt2"), Space(meshes={}, num_microbatches=COUNT)).cut(attempt, float("inf"))
+    assert isinstance(found, Candidate)
+    cost = auditor(found.plan)
+    assert found.predicted_s == pytest.approx(cost.step_s, rel=1e-12)
+    assert all(rank.comm_bytes[WHOLES] > 0 for rank in cost.ranks)

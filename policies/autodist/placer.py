@@ -96,8 +96,7 @@ class Placer:
         pricing = self.pricing_of(request)
         found = place(request, pricing=pricing) if wish.lean is None else lean(request, wish.lean, pricing)
         if isinstance(found, Infeasible):
-            why = _too_large(found, request, pricing, wish.num_positions)
-            raise NoPlacement(why, (found.least_usage or math.inf) / wish.num_positions)
+            raise _no_placement(found, request, pricing, wish.num_positions)
         plan = found.plan if self.graph.eval_graph is None else _with_evaluation(found, self.graph.eval_graph)
         if self.options.mesh is None:
             plan = named(plan, split_dim_names(self.graph, plan), kept=self.options.degrees)
@@ -114,16 +113,19 @@ def constraints_on(mesh: Mesh, graph: PlannableGraph, options: AutodistOptions) 
     return Constraints(options.pin, forbidden(graph, mesh, options.degrees, options.forbid), options.stored)
 
 
-def _too_large(found: Infeasible, request: PlacementRequest, pricing: Pricing, num_positions: int) -> str:
+def _no_placement(found: Infeasible, request: PlacementRequest, pricing: Pricing, num_positions: int) -> NoPlacement:
     """Why nothing fits: how much is missing on a device, and what takes most."""
     if found.row is None or found.least_usage is None or request.memory_limit_bytes is None:
-        return found.reason
-    nodes = formulate(request, pricing).nodes
-    names = [_name(nodes[index]) for index in found.nodes[:3]]
-    of_all = found.least_usage, request.memory_limit_bytes
-    least, limit = (amount(num_bytes / num_positions, "B", digits=4) for num_bytes in of_all)
+        return NoPlacement(found.reason, math.inf)
+    formulation = formulate(request, pricing)
+    names = [_name(formulation.nodes[index]) for index in found.nodes[:3]]
+    given_bytes = request.memory_limit_bytes - formulation.problem.rows[found.row].limit  # no choice changes them
+    needed_bytes = (given_bytes + found.least_usage) / num_positions
+    limit_bytes = request.memory_limit_bytes / num_positions
+    least, limit = (amount(num_bytes, "B", digits=4) for num_bytes in (needed_bytes, limit_bytes))
     shared = f" if {num_positions} positions share it evenly" if num_positions > 1 else ""
-    return f"at least {least}{shared}, and {limit} are allowed; most of it for {', '.join(names)}"
+    words = f"at least {least}{shared}, and {limit} are allowed; most of it for {', '.join(names)}"
+    return NoPlacement(words, needed_bytes)
 
 
 def _name(node: Node) -> str:

@@ -98,12 +98,15 @@ def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Place
     rows = formulation.problem.rows
     walked = bool(rows) and request.in_flight == 1 and "sent" not in request.outputs.values()
     problem = replace(formulation.problem, rows=()) if walked and not request.hurried else formulation.problem
+    memory: RankMemory | None = None
     smallest, measured_s = False, 0.0
     for _ in range(MAX_CORRECTIONS + 1):
         left = max(1.0, request.time_limit_s - (time.monotonic() - started))
         solution = _solved(problem, left, request.target_gap)
         if isinstance(solution, Infeasible):
             least = solution.least_usage
+            if smallest and memory is not None and (least is None or least <= rows[0].limit):
+                break  # some choice keeps the row as it was before it was corrected: what is too large is its peak
             if not walked or least is None or least <= problem.rows[0].limit or smallest:
                 return solution
             smallest = True  # the row may have been corrected too far: what uses least of it may fit
@@ -123,7 +126,7 @@ def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Place
         limit = min(problem.rows[0].limit, used) if problem.rows else used
         limit *= (HURRIED_CORRECTION if request.hurried else CORRECTION) * request.memory_limit_bytes / memory.peak_bytes
         problem = replace(formulation.problem, rows=(replace(rows[0], limit=limit),))
-    assert request.memory_limit_bytes is not None
+    assert request.memory_limit_bytes is not None and memory is not None
     return Infeasible(
         False,
         f"{amount(memory.peak_bytes, 'B', digits=4)} at the peak ({memory.moment}) of the best plan found, "

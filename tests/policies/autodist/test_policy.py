@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -176,13 +177,26 @@ def test_only_large_models_on_meshes_to_be_chosen_are_placed_within_a_gap() -> N
 
 @pytest.mark.parametrize(
     ("num_positions", "words"),
-    [(1, "at least 11.07 kB, and 40 B"), (2, "at least 5.536 kB if 2 positions share it evenly, and 20 B")],
+    [(1, "at least 11.71 kB, and 40 B"), (2, "at least 5.856 kB if 2 positions share it evenly, and 20 B")],
 )
 def test_what_does_not_fit_is_said_of_one_device(num_positions: int, words: str) -> None:
     placer = Placer(plans.zoo_graph("mlp"), config_of(2), AutodistOptions(), load_hardware("a100-80gb", 2))
     with pytest.raises(PlanError) as caught:
         placer(Wish(Mesh((("x", 2),)), (0, 1), 1, memory_bytes=40.0, num_positions=num_positions))
     assert f"{words} are allowed; most of it for " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "words"),
+    [
+        (11_000.0, "at least 11.71 kB, and 11 kB are allowed"),  # 640 B of it inputs
+        (12_000.0, "12.55 kB at the peak (optimizer step) of the best plan found, of 12 kB"),  # 11.71 kB without it
+    ],
+)
+def test_what_is_said_to_be_needed_is_more_than_what_is_allowed(memory_bytes: float, words: str) -> None:
+    placer = Placer(plans.zoo_graph("mlp"), config_of(2), AutodistOptions(), slow_machine(2))
+    with pytest.raises(PlanError, match=re.escape(words)):
+        placer(Wish(Mesh((("x", 2),)), (0, 1), 1, memory_bytes=memory_bytes))
 
 
 def refusal(error: type[Exception], **options: Any) -> str:

@@ -5,7 +5,6 @@ The part of :mod:`shardwright.runtime.ranks.threads` that knows nothing of what 
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwright.runtime.errors import DistributedError
+from shardwright.runtime.ranks.turns import Turns
 
 Combine = Callable[[list[Any]], Any]
 """Makes what a collective yields from what the members gave, by index; it keeps none of that."""
@@ -53,12 +53,12 @@ class _Waiting:
 
 
 class Hub:
-    """Where the ranks of one :func:`~.threads.run_ranks` meet. All its state is guarded by one lock."""
+    """Where the ranks of one :func:`~.threads.run_ranks` meet. All its state is guarded by the lock of its turns."""
 
     def __init__(self, num_ranks: int, timeout_s: float) -> None:
         self.num_ranks = num_ranks
         self._timeout_s = timeout_s
-        self._changed = threading.Condition()
+        self.turns = Turns(num_ranks)
         self._meetings: dict[tuple[tuple[int, ...], int], Meeting] = {}
         self._mail: dict[Hashable, deque[Tensor]] = {}
         self._waiting: dict[int, _Waiting] = {}
@@ -68,7 +68,7 @@ class Hub:
 
     def join(self, what: str, ranks: tuple[int, ...], index: int, number: int, given: Any, combine: Combine) -> Meeting:
         """Give the part of member ``index`` to the group's call ``number``; the last one to join computes the outcome."""
-        with self._changed:
+        with self.turns.lock:
             self._raise_if_aborted()
             meeting = self._meetings.setdefault((ranks, number), Meeting(what, ranks, combine))
             if meeting.what != what:
@@ -83,12 +83,12 @@ class Hub:
                     meeting.outcome = combine([meeting.given[i] for i in range(len(ranks))])
                 meeting.given = dict.fromkeys(meeting.given)
                 meeting.done, meeting.num_left = True, len(ranks)
-                self._changed.notify_all()
+                self._call_ready()
             return meeting
 
     def outcome(self, meeting: Meeting, index: int, number: int) -> Any:
         """Wait for the outcome of a meeting. It is shared by all members: copy it."""
-        with self._changed:
+        with self.turns.lock:
             self._wait(meeting.ranks[index], _Waiting(f"{meeting.what} for", lambda: meeting.done, meeting.missing))
             meeting.num_left -= 1
             if meeting.num_left == 0:
@@ -99,13 +99,13 @@ class Hub:
         """Put a copy of a tensor into a mailbox, behind those that are there."""
         with _on_its_way():
             x = x.clone()
-        with self._changed:
+        with self.turns.lock:
             self._mail.setdefault(address, deque()).append(x)
-            self._changed.notify_all()
+            self._call_ready()
 
     def fetch(self, address: Hashable, rank: int, src: int, what: str, *, is_message: bool = False) -> Tensor:
         """Wait, as ``rank``, for the next tensor that rank ``src`` posts to a mailbox. ``what``: the call, up to "rank 3"."""
-        with self._changed:
+        with self.turns.lock:
             box = self._mail.setdefault(address, deque())
             self._wait(rank, _Waiting(what, lambda: bool(box), lambda: {src}, is_message))
             x = box.popleft()
@@ -115,16 +115,17 @@ class Hub:
 
     def end(self, rank: int) -> None:
         """``rank`` has returned and joins no further call."""
-        with self._changed:
+        with self.turns.lock:
             self._ended.add(rank)
             self._find_stuck()
+            self.turns.end()
 
     def abort(self, rank: int | None, error: BaseException) -> None:
         """Wake all ranks and end them. Only the first call counts; ``rank`` is ``None`` where no single one is to blame."""
-        with self._changed:
+        with self.turns.lock:
             if self.failure is None:
                 self.failure = (rank, error)
-            self._changed.notify_all()
+            self.turns.free()
 
     def _raise_if_aborted(self) -> None:
         if self.failure is not None:
@@ -136,7 +137,7 @@ class Hub:
             while not waiting.ready():
                 self._raise_if_aborted()
                 self._find_stuck()
-                if self.failure is None and not self._changed.wait(self._timeout_s):
+                if self.failure is None and not self.turns.wait(rank, self._timeout_s):
                     late = f"ranks have waited {self._timeout_s:g} s in a collective"
                     self.abort(None, DistributedError(late, why=self._who_waits()))
         except RankAbortedError:
@@ -145,6 +146,12 @@ class Hub:
             raise
         finally:
             del self._waiting[rank]
+
+    def _call_ready(self) -> None:
+        """Let those run on who waited for what has come."""
+        for rank, waiting in self._waiting.items():
+            if waiting.ready():
+                self.turns.call(rank)
 
     def _find_stuck(self) -> None:
         """Abort if some rank waits for one that has ended, or all wait for each other."""

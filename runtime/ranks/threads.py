@@ -5,6 +5,7 @@ in the order of the ranks, so they are exact, repeatable and identical on all ra
 here: a rank that raises, a rank that ends while others wait for it, ranks that wait for each other in different collectives,
 and members of a group that call different collectives or the same one with different shapes.
 
+Threads take turns (:mod:`~.turns`), so that runs have one order and many small operators do not fight for the interpreter.
 What a rank holds does not depend on how fast the others are: a collective lets go of what members gave as soon as all have
 joined it, and what is on its way belongs to no rank, so dispatch modes of theirs do not see it.
 
@@ -26,6 +27,7 @@ from torch import Tensor
 from shardwright.runtime.ranks.communicator import ReduceOp, Transport, Work
 from shardwright.runtime.ranks.hub import Combine, Hub, Meeting, RankAbortedError, in_words
 from shardwright.runtime.ranks.messages import MessageTransport, Sending
+from shardwright.runtime.ranks.turns import PATIENCE_S
 from shardwright.runtime.ranks.world import World, use_world
 
 Result = TypeVar("Result")
@@ -226,6 +228,7 @@ def run_ranks(num_ranks: int, fn: Callable[..., Result], *args: Any, timeout_s: 
     cast_to = {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
 
     def run(rank: int) -> None:
+        hub.turns.begin(rank)
         try:
             with ExitStack() as stack:
                 stack.enter_context(use_world(ThreadWorld(hub, rank)))
@@ -246,7 +249,8 @@ def run_ranks(num_ranks: int, fn: Callable[..., Result], *args: Any, timeout_s: 
     try:
         for thread in threads:
             while thread.is_alive() and hub.failure is None:
-                thread.join(0.05)
+                thread.join(PATIENCE_S)
+                hub.turns.hurry()
     except BaseException as error:  # Ctrl-C in the calling thread
         hub.abort(None, error)
     if hub.failure is not None:

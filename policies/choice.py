@@ -135,7 +135,7 @@ def _options(op: IROp, graph: IRGraph, dims: ModelDims, axis_size: int, sources:
         whole = [
             v.name
             for i, (v, refs) in enumerate(zip(op.operands, op.rule.operands, strict=True))
-            if i not in weights and not has_factor(refs, factor.name) and v.requires_grad
+            if i not in weights and not has_factor(refs, factor.name) and v.takes_gradient
         ]
         summed = [v.name for v, refs in zip(op.results, op.rule.results, strict=True) if not has_factor(refs, factor.name)]
         size = max(estimate(dims.classes[index].size), 1.0)

@@ -64,14 +64,14 @@ def label(graph: IRGraph, splits: Mapping[str, str], axis_size: int) -> dict[str
     for op in graph.ops:
         assert op.rule is not None
         if op.name not in splits:
-            differentiable = any(v.requires_grad for v in (*op.operands, *op.results))
+            differentiable = any(v.takes_gradient for v in (*op.operands, *op.results))
             nodes[op.name] = cut.node() if differentiable and op.rule.grad_linear else 0
             if nodes[op.name]:
                 cut.arcs.append((0, nodes[op.name], 1))  # a tie goes to R
     uses: dict[str, list[tuple[IROp, int]]] = graph.uses()
     producers = graph.producers()
     for value in (*graph.sources, *(result for op in graph.ops for result in op.results)):
-        if value.requires_grad:
+        if value.takes_gradient:
             _price_value(
                 cut,
                 nodes,

@@ -174,7 +174,7 @@ def cut_traffic(graph: IRGraph, free: set[str]) -> list[float]:
             continue
         for value in op.results:
             until = last_use.get(value.name, index)
-            size = estimate(product(value.shape)) * (2 if value.requires_grad else 1)
+            size = estimate(product(value.shape)) * (2 if value.takes_gradient else 1)
             change[index + 1] += size
             change[until + 1] -= size
     traffic = list(itertools.accumulate(change))[: len(graph.ops)]

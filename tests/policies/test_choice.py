@@ -182,6 +182,13 @@ def test_weights_made_of_parameters_are_weights(tmp_path: Path) -> None:
     assert stored["up.parametrizations.weight.original1"] == "[32/tp, 8]"
 
 
+def test_nothing_travels_back_to_what_the_caller_passes_in() -> None:
+    """A narrow product of an input: its result would be summed with the rows split, and nothing travels with the columns."""
+    model = nn.Sequential(nn.Linear(64, 8), nn.Tanh())
+    graph = plans.annotated(plans.traced(model, {"input": torch.randn(4, 64)}))
+    assert [c.parameters for c in chosen(graph)] == [("0.weight:0", "0.bias:0")]
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama-uneven", "t5", "vit-uneven", "dit", "resnet", "unet"])
 def test_a_policy_never_splits_two_dims_of_one_product(name: str) -> None:
     graph = plans.zoo_graph(name)

@@ -81,9 +81,9 @@ def traffic(graph: PlannableGraph, strategies: Mapping[str, str], num_ranks: int
     total = 0.0
     for adapter in program.adapters():
         forward, backward = step_elements(adapter.step, mesh)
-        total += forward + (backward if adapter.value.requires_grad else 0.0)
+        total += forward + (backward if adapter.of.takes_gradient else 0.0)
     for declaration in program.declarations:
-        if declaration.layout.grad_partial and declaration.value.requires_grad:
+        if declaration.layout.grad_partial and declaration.value.takes_gradient:
             total += 0.99 * 2 * local_elements(declaration.layout, mesh) * (1 - 1 / num_ranks)
     return total, any(adapter.step.kind == "all_to_all" for adapter in program.adapters())
 

@@ -3,9 +3,12 @@
 import itertools
 import random
 
+import plans
 import pytest
+import torch
+from torch import nn
 
-from shardwright.policies.partition import balanced_cuts, evened
+from shardwright.policies.partition import balanced_cuts, cut_traffic, evened
 from shardwright.runtime.errors import PlanError
 
 INFINITE = float("inf")
@@ -46,6 +49,13 @@ def test_too_few_places_to_cut() -> None:
     assert str(error.value) == (
         "the graph cannot be cut into 3 stages\n  why:   it has 1 places where a stage may begin\n  try:   ask for fewer stages"
     )
+
+
+def test_gradients_go_back_over_a_cut_behind_the_first_parameter_only() -> None:
+    model = nn.Sequential(nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    graph = plans.annotated(plans.traced(model, {"input": torch.randn(2, 4)}))
+    assert [op.target for op in graph.ops] == ["tanh", "linear", "tanh"]
+    assert cut_traffic(graph, set())[1:] == [8.0, 16.0]
 
 
 def position_sums(times: list[int], cuts: list[int], placement: list[int]) -> list[int]:

@@ -36,7 +36,7 @@ def shared_values(graph: IRGraph) -> tuple[frozenset[str], frozenset[str]]:
 def _tables(graph: IRGraph) -> set[str]:
     """The values that come from inputs and constants by operators without gradient, random numbers or updates."""
     updated = {before.name for before, _ in graph.buffer_updates}
-    found = {value.name for value in graph.sources if not value.requires_grad and value.name not in updated}
+    found = {value.name for value in graph.sources if not value.takes_gradient and value.name not in updated}
     for op in graph.ops:
         if all(value.name in found for value in op.operands) and _is_pure(op):
             found |= {value.name for value in op.results}
@@ -45,4 +45,4 @@ def _tables(graph: IRGraph) -> set[str]:
 
 def _is_pure(op: IROp) -> bool:
     assert op.rule is not None
-    return not (op.rule.random or op.rule.updates or any(value.requires_grad for value in op.results))
+    return not (op.rule.random or op.rule.updates or any(value.takes_gradient for value in op.results))

@@ -35,7 +35,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
         split_dims(builder, "dp", batch_classes(graph))
     if tp > 1:
         split_dims(builder, "tp", choose_dims(graph, tp))
-    return add_stages(graph, builder.plan("hybrid"), options, num_stages)
+    return add_stages(graph, config, builder.plan("hybrid"), options, num_stages)
 
 
 def _sizes(options: HybridOptions, plan_ngpus: int) -> tuple[int, int]:

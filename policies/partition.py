@@ -191,8 +191,11 @@ def starts_at(graph: IRGraph, paths: Sequence[str]) -> list[str]:
     for path in paths:
         found = next((op.name for op in graph.ops if op.module_path == path or op.module_path.startswith(f"{path}.")), None)
         if found is None:
-            known = sorted({op.module_path for op in graph.ops if op.module_path.count(".") <= path.count(".")} - {""})
+            every = sorted({op.module_path for op in graph.ops} - {""}, key=lambda name: (name.count("."), name))
+            known = [name for name in every if name.count(".") <= path.count(".")] or every
             more = ", ..." if len(known) > 12 else ""
-            raise PlanError(f"no operator belongs to module {path!r}", hint=f"one of {', '.join(known[:12])}{more}")
+            raise PlanError(
+                f"no operator belongs to module {path!r}", hint=f"one of {', '.join(known[:12])}{more}" if known else None
+            )
         starts.append(found)
     return starts

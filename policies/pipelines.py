@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.passes.outputs import needed
 from shardwright.compiler.plan.plan import Plan, StagePlan
 from shardwright.compiler.schedule.generate import SCHEDULES, generate
 from shardwright.compiler.schedule.planned import by_hand
@@ -46,8 +47,9 @@ def check_end2end(policy: str, config: ComputeConfig) -> None:
         )
 
 
-def add_stages(graph: IRGraph, plan: Plan, options: PipelineOptions, num_positions: int) -> Plan:
-    """The plan cut into stages along the ``pp`` axis of its mesh."""
+def add_stages(graph: IRGraph, config: ComputeConfig, plan: Plan, options: PipelineOptions, num_positions: int) -> Plan:
+    """The plan cut into stages along the ``pp`` axis of its mesh, at operators that are needed."""
+    graph = needed(graph, config)
     schedule = _schedule(options, num_positions)
     chunks = len(schedule.placement) // num_positions
     num_stages = schedule.num_stages

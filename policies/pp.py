@@ -21,7 +21,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
             hint="leave num_stages out, or use policy 'hybrid' to put several ranks on a stage",
         )
     plan = graph.builder(mesh={"pp": config.plan_ngpus}).plan("pp")
-    return add_stages(graph, plan, options, config.plan_ngpus)
+    return add_stages(graph, config, plan, options, config.plan_ngpus)
 
 
 POLICY = Policy("pp", apply, PipelineOptions, built_in=True)

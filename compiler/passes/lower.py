@@ -19,6 +19,7 @@ from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.localise import localise
 from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.strategy import layouts
+from shardwright.compiler.passes.outputs import drop_outputs
 from shardwright.compiler.passes.sharing import Route, routes
 from shardwright.compiler.passes.strides import without_strided_views
 from shardwright.compiler.plan.check import check_strategies
@@ -35,26 +36,13 @@ def lower(graph: IRGraph, plan: Plan, whole_in_units: Set[str] = frozenset()) ->
     Raises :class:`PlanError` for strategies that its operators do not have.
     """
     check_strategies(graph, plan)
-    graph = drop_outputs(graph, plan)
+    graph = drop_outputs(graph, plan.outputs)
     program = without_strided_views(_Lowering(graph, plan, whole_in_units).run())
     if graph.eval_graph is None:
         return program
     stored = {d.value.fqn: d.layout for d in program.declarations if d.value.fqn}
     own = replace(plan, stored={**plan.stored, **stored})
     return replace(program, eval_program=lower(graph.eval_graph, own, whole_in_units))
-
-
-def drop_outputs(graph: IRGraph, plan: Plan) -> IRGraph:
-    """Without the outputs the plan does not need, and without what only they needed."""
-    if not any(item is None for item in plan.outputs.values()):
-        return graph.live()
-
-    def prune(tree: Tree, path: str) -> Tree:
-        if tree.kind == "leaf":
-            return Tree("leaf", None) if path in plan.outputs and plan.outputs[path] is None else tree
-        return replace(tree, children=tuple((k, prune(child, f"{path}.{k}".lstrip("."))) for k, child in tree.children))
-
-    return replace(graph, output=prune(graph.output, "")).live()
 
 
 Place = tuple[str, str | None]

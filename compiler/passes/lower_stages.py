@@ -15,7 +15,8 @@ from shardwright.compiler.ir.size import Size, dynamic_sizes
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.strategy import layouts
 from shardwright.compiler.passes.eval_stages import stage_of_eval_ops
-from shardwright.compiler.passes.lower import drop_outputs, lower
+from shardwright.compiler.passes.lower import lower
+from shardwright.compiler.passes.outputs import drop_outputs
 from shardwright.compiler.passes.stages import place_unused, split_stages, stage_of_ops, weights_used
 from shardwright.compiler.passes.verify_program import verify_program
 from shardwright.compiler.plan.check import check_strategies
@@ -31,10 +32,10 @@ def lower_stages(graph: IRGraph, plan: Plan) -> PipelineProgram:
     """The programs of all stages. Raises :class:`PlanError` for a plan whose stages do not fit the graph."""
     check_stages(graph, plan)
     num_stages = len(plan.stages)
-    graph = drop_outputs(graph, plan)
+    graph = drop_outputs(graph, plan.outputs)
     stages = stage_of_ops(graph, plan)
     cut = split_stages(graph, stages, num_stages)
-    body = None if graph.eval_graph is None else drop_outputs(graph.eval_graph, plan)
+    body = None if graph.eval_graph is None else drop_outputs(graph.eval_graph, plan.outputs)
     eval_cut = () if body is None else split_stages(body, stage_of_eval_ops(graph, stages, body), num_stages)
     cut = place_unused(graph, cut, weights_used((*cut, *eval_cut)))
     _check_updated_buffers((*cut, *eval_cut))

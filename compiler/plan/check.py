@@ -133,8 +133,11 @@ def input_paths(graph: IRGraph) -> dict[str, IRValue]:
 
 
 def output_paths(graph: IRGraph) -> tuple[str, ...]:
-    """The paths of the tensors that the module returns; a lone tensor has the path ``""``."""
-    return tuple({path: None for body in graph.bodies for path, value in body.output.leaves() if isinstance(value, IRValue)})
+    """The paths of the tensors that the module returns, and of every ``None``, which may be a tensor that is not needed; a lone
+    tensor has the path ``""``.
+    """
+    leaves = (leaf for body in graph.bodies for leaf in body.output.leaves())
+    return tuple({path: None for path, value in leaves if value is None or isinstance(value, IRValue)})
 
 
 def _check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:

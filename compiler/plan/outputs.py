@@ -10,20 +10,23 @@ from shardwright.runtime.layout import Layout
 
 
 def output_wishes(graph: IRGraph, config: ComputeConfig) -> dict[str, Layout | str | None]:
-    """``config.outputs`` as wishes by output path: ``None`` for what is not needed.
+    """``config.outputs`` as wishes by output path: ``None`` for what is not needed. They are the same for a graph from which
+    that has been left out.
 
     Raises:
         PlanError: it names an output that the model does not return.
     """
-    paths = [path for path, value in graph.output.leaves() if isinstance(value, IRValue)]
+    leaves = [(path, value) for path, value in graph.output.leaves() if value is None or isinstance(value, IRValue)]
+    paths = [path for path, value in leaves if value is not None]
     if config.outputs == "all":
         return {}
     if config.outputs == "loss":
         loss = "loss" if "loss" in paths else paths[0]
-        return {path: None for path in paths if path != loss}
+        return {path: None for path, _ in leaves if path != loss}
     assert not isinstance(config.outputs, str)
-    unknown = sorted(config.outputs.keys() - set(paths))
+    wishes: dict[str, Layout | str | None] = {p: None if wish == "drop" else wish for p, wish in config.outputs.items()}
+    unknown = sorted(path for path, wish in wishes.items() if path not in paths and (path, wish) not in leaves)
     if unknown:
         what = f"ComputeConfig.outputs names {unknown[0]!r}, which the model does not return"
         raise PlanError(what, hint=did_you_mean(unknown[0], paths))
-    return {path: None if wish == "drop" else wish for path, wish in config.outputs.items()}
+    return wishes

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.passes.eval_stages import stage_of_eval_ops
-from shardwright.compiler.passes.lower import drop_outputs
+from shardwright.compiler.passes.outputs import drop_outputs
 from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.plan.plan import Plan, StagePlan
 from shardwright.policies.autodist.candidates import with_pp
@@ -32,11 +32,11 @@ def joined(graph: IRGraph, plans: Sequence[Plan], starts: Sequence[str], schedul
     alike = len({plan.mesh for plan in plans}) == 1
     mesh = with_pp(plans[0].mesh, len(plans)) if alike else Mesh((("rank", begins[-1]),))
     base = replace(plans[0], mesh=mesh, stages=stages, schedule=schedule, num_microbatches=num_microbatches)
-    training = drop_outputs(graph, base)
+    training = drop_outputs(graph, base.outputs)
     stage_of = stage_of_ops(training, base)
     homes = _first_readers(training, stage_of)
     if graph.eval_graph is not None:
-        evaluation = drop_outputs(graph.eval_graph, base)
+        evaluation = drop_outputs(graph.eval_graph, base.outputs)
         of_evaluation = stage_of_eval_ops(training, stage_of, evaluation)
         for fqn, stage in _first_readers(evaluation, of_evaluation).items():
             homes[fqn] = min(stage, homes.get(fqn, stage))

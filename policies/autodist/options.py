@@ -223,7 +223,7 @@ def _check_stages(config: ComputeConfig, options: AutodistOptions) -> None:
         raise ConfigError(
             f"policy 'autodist' has stage_starts for {number} stages and {' and '.join(given)}",
             why="the first stage begins at the first operator, every other one where stage_starts says",
-            hint=f"name {wanted - 1} modules or operators, or leave out {' and '.join(name.split('=')[0] for name in given)}",
+            hint=f"name {wanted - 1} modules, or leave out {' and '.join(name.split('=')[0] for name in given)}",
         )
 
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from shardwright.compiler.passes.outputs import needed
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Batch, Plan
 from shardwright.policies.autodist.found import INTERRUPT, Candidate, Found
@@ -72,13 +73,16 @@ class Variants:
         config: ComputeConfig,
         stages: Sequence[int] | None,
     ) -> Variants:
-        """Every graph with every stage of ZeRO among ``stages`` (``None``: all), where the config leaves it to the plan.
+        """What is needed of every graph, with every stage of ZeRO among ``stages`` (``None``: all) where the config leaves it
+        to the plan.
 
         Raises:
             ConfigError: stages for a config that names its own, or that are none.
+            PlanError: the config names an output that the model does not return.
         """
         listed, refused = [], {}
-        for batch, graph in graphs.items():
+        for batch, whole in graphs.items():
+            graph = PlannableGraph.of(needed(whole, config))
             if not config.leaves_zero_to_plan:
                 _check_no_stages(stages, config)
                 listed.append(Variant(graph, config, batch=batch))

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from verified import verify_zoo
+from watched import inputs as watched_inputs
+from watched import watched
 
 from shardwright.compiler.schedule.generate import SCHEDULES
 from shardwright.compiler.verification.verify import VerifyReport, verify
@@ -125,3 +127,13 @@ def test_a_schedule_by_hand_that_waits_in_a_circle() -> None:
     with pytest.raises(PlanError) as error:
         check(partial(verify, Deep(), inputs), {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2, **circle})
     assert "0B0" in str(error.value) and "1F1" in str(error.value) and "0F1" in str(error.value)
+
+
+@pytest.mark.parametrize("sizes", [SIZES[7], {**SIZES[4], "chunks": 4}, SIZES[1]])
+def test_no_stage_begins_at_what_is_not_needed(sizes: dict[str, Any]) -> None:
+    """Operators of outputs that are dropped are in no stage."""
+
+    def verified(policy: str, config: dict[str, Any]) -> VerifyReport:
+        return verify(watched(), watched_inputs(), policy, {**config, "outputs": "loss"}, steps=2)
+
+    check(verified, sizes)

@@ -81,6 +81,12 @@ CASES: list[tuple[type, int, dict[str, Any], str]] = [
     ),
     (
         Deep,
+        2,
+        {"stage_starts": ("layers_1",)},
+        "no operator belongs to module 'layers_1'\n  try:   one of layers.0, layers.1, layers.2, layers.3",
+    ),
+    (
+        Deep,
         3,
         {"stage_starts": ("layers.2", "layers.1")},
         "stage 2 begins at operator 'layers_1', not after stage 1 begins\n"

@@ -40,9 +40,8 @@ from shardwright.compiler.cost.local import local_bytes
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue, ValueKind
-from shardwright.compiler.passes.lower import drop_outputs
+from shardwright.compiler.passes.outputs import drop_outputs
 from shardwright.compiler.passes.recompute import mark_recompute
-from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.placement.activations import Activations
 from shardwright.policies.autodist.placement.constraints import allowed_strategies
 from shardwright.policies.autodist.placement.copies import Maker, Reader
@@ -80,8 +79,7 @@ def formulate(request: PlacementRequest, pricing: Pricing | None = None) -> Form
 
 def _as_lowered(request: PlacementRequest) -> IRGraph:
     """The graph without outputs that nobody wants, its recompute regions marked."""
-    wishes = {path: wish for path, wish in request.outputs.items() if wish is None}
-    graph = drop_outputs(request.graph, Plan(request.mesh, outputs=wishes))
+    graph = drop_outputs(request.graph, request.outputs)
     return mark_recompute(graph, request.recompute) if request.recompute else graph
 
 

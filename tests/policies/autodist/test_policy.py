@@ -16,6 +16,7 @@ import zoo
 from planning import slow_machine
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from watched import inputs, watched
 
 from shardwright.compiler.api import parallelize
 from shardwright.compiler.cache import read_plan
@@ -26,6 +27,7 @@ from shardwright.compiler.cost.local import local_call
 from shardwright.compiler.cost.operator_file import dumps_times
 from shardwright.compiler.cost.operators import OperatorTimes, OpTime, call_key
 from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.plan.certified import checked_certificate
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Compute, Program
 from shardwright.compiler.schedule.sharing import Sharing
@@ -65,6 +67,21 @@ def check(name: str, num_ranks: int, **options: Any) -> None:
 
 def test_what_is_found_trains_like_one_device() -> None:
     check("gpt2", 2)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_microbatches": 4, "num_stages": 2}, {"num_microbatches": 4, "recompute": ["layers.0"]}]
+)
+def test_what_only_outputs_that_are_dropped_need_is_in_no_plan(options: dict[str, Any]) -> None:
+    """Nor in the search: blocks, stages and times are of what is left."""
+    config = replace(config_of(2, hardware="cpu", **options), use_end2end=True, outputs="loss")
+    graph = plans.traced(watched(), inputs())
+    plan = compile_graph(graph, find_policy("autodist").apply, config, policy_name="autodist").plan
+    assert not any(op.startswith("mean") and op != "mean_4" for op in plan.strategies)
+    assert plan.outputs == {f"1.{index}": None for index in range(4)}
+    assert checked_certificate(plan, plans.annotated(graph), config).certificate is not None
+    report = verify(watched(), inputs(), lambda graph, config: plan, config, steps=2)
+    assert report.ok, str(report)
 
 
 def test_a_pipeline_that_is_found_trains_like_one_device() -> None:
@@ -266,7 +283,7 @@ def test_refusals() -> None:
     assert refusal(ConfigError, **starts, num_stages=4) == (
         "policy 'autodist' has stage_starts for 2 stages and num_stages=4\n"
         "  why:   the first stage begins at the first operator, every other one where stage_starts says\n"
-        "  try:   name 3 modules or operators, or leave out num_stages"
+        "  try:   name 3 modules, or leave out num_stages"
     )
     assert refusal(ConfigError, **starts, num_stages=1, chunks=1).startswith(
         "policy 'autodist' has stage_starts for 2 stages and num_stages=1 and chunks=1"

@@ -114,7 +114,7 @@ class Manifest:
         path = directory / MANIFEST_FILE
         try:
             data = json.loads(path.read_bytes())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise LoadError(
                 f"{directory} holds no compiled module",
                 why=f"there is no {MANIFEST_FILE}",

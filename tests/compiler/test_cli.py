@@ -217,6 +217,7 @@ def test_errors_are_words_without_a_traceback(run, folder):
         "  try:   run the command again with --debug to see where it was raised\n"
     )
     assert run("inspect nowhere", 1).startswith("error: nowhere holds no compiled module\n  why:   there is no manifest.json\n")
+    assert run("inspect my_models.py", 1).startswith("error: my_models.py holds no compiled module\n")
     assert run("compile my_models:make --policy tp --plan-ngpus 2 --set plan_ngpus=3", 1) == (
         "error: plan_ngpus is not for --set\n  try:   --plan-ngpus 3\n"
     )

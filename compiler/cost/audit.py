@@ -58,7 +58,7 @@ def audit(
         )
     count = _checked_count(program, num_microbatches)
     cost = _audit(program, config, hardware, optimizer, times, count)
-    return replace(cost, extrapolated=extrapolated(program, config, hardware, times))
+    return replace(cost, extrapolated=extrapolated(program, config, hardware, times, optimizer))
 
 
 def _checked_count(program: Program | PipelineProgram, num_microbatches: int | None) -> int:

@@ -8,8 +8,8 @@ from shardwright.compiler.cost.body_memory import BodyMemory
 from shardwright.compiler.cost.footprint import Footprints, TensorForm, footprints_of
 from shardwright.compiler.cost.gradient_books import GradientBooks
 from shardwright.compiler.cost.ledger import Ledger
-from shardwright.compiler.cost.local import local_shape
-from shardwright.compiler.cost.optimizer_memory import OptimizerMemory, num_copies, num_shards
+from shardwright.compiler.cost.local import estimated_size, local_shape
+from shardwright.compiler.cost.optimizer_memory import OptimizerMemory, exchanged_over, num_copies, num_shards
 from shardwright.compiler.cost.trained import Trained
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.plan.blocks import reads
@@ -58,7 +58,11 @@ class Books:
                 copies, shards = num_copies(layout, self.mesh, self.config), num_shards(layout, self.mesh, self.config)
                 group = (layout.grad_partial, ZERO in layout.cut_axes, value.name in shared)
                 is_shared = value.name in shared
-                trained[value.name] = Trained(value.name, tuple(form.shape), value.dtype, copies, shards, group, is_shared)
+                cut = exchanged_over(layout, self.mesh, self.optimizer)
+                whole = tuple(map(estimated_size, layout.shape))
+                trained[value.name] = Trained(
+                    value.name, tuple(form.shape), value.dtype, copies, shards, group, is_shared, whole, cut
+                )
         for name, form in inputs.items():
             sources[name] = form, self.ledger.hold(self.ledger.new(form.num_bytes, "input"))
         used = dict.fromkeys(v.name for program in programs for step in program.body for v in reads(step) if v.name in trained)

@@ -12,6 +12,9 @@ from shardwright.compiler.cost.device import Device
 from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.local import local_bytes
 from shardwright.compiler.cost.operators import OperatorTimes, op_time
+from shardwright.compiler.cost.optimizer_memory import ADAM, OptimizerMemory, num_pieces, num_shards, summed_dtype
+from shardwright.compiler.cost.reduction import update_s
+from shardwright.compiler.cost.wholes import message_bytes
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.pipeline import PipelineProgram
@@ -20,16 +23,16 @@ from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.zero.settings import ReductionSettings
 
 
-def largest_message(program: Program | PipelineProgram, config: ComputeConfig) -> int:
+def largest_message(program: Program | PipelineProgram, config: ComputeConfig, optimizer: OptimizerMemory = ADAM) -> int:
     """The bytes of the largest message of a step: of an adapter, as collectives count them, of what crosses to another stage,
-    or of a bucket of gradients.
+    of a bucket of gradients, or of whole tensors that the optimizer needs.
     """
     if isinstance(program, PipelineProgram):
         crossed = [
             min(local_bytes(held.layout, crossing.value.dtype, held.mesh) for held in (crossing.sent, crossing.received))
             for crossing in program.crossings
         ]
-        return max([*crossed, *(largest_message(stage, config) for stage in program.programs)], default=0)
+        return max([*crossed, *(largest_message(stage, config, optimizer) for stage in program.programs)], default=0)
     mesh, largest = program.plan.storage_mesh, 0
     for instruction in program.body:
         if isinstance(instruction, Adapt) and sum(step_elements(instruction.step, mesh)) > 0:
@@ -41,23 +44,41 @@ def largest_message(program: Program | PipelineProgram, config: ComputeConfig) -
         for declaration in _trained(program)
         if not config.inference_only and (config.num_units > 1 or declaration.layout.grad_partial)
     )  # fmt: skip
-    return max(largest, min(summed, round(settings.bucket_cap_bytes)))
+    return max(largest, min(summed, round(settings.bucket_cap_bytes)), _largest_exchanged(program, config, optimizer))
+
+
+def _largest_exchanged(program: Program, config: ComputeConfig, optimizer: OptimizerMemory) -> int:
+    """Of the messages that bring whole tensors together."""
+    mesh, settings = program.plan.storage_mesh, ReductionSettings.of(config, config.num_units)
+    largest = total = 0
+    for declaration in () if config.inference_only else _trained(program):
+        layout, dtype = declaration.layout, declaration.value.dtype
+        pieces = num_pieces(layout, mesh, optimizer)
+        if pieces > 1:
+            summed = summed_dtype(settings, dtype, num_shards(layout, mesh, config))
+            largest = max(largest, message_bytes(layout, summed, dtype, pieces, settings.bucket_cap_bytes))
+            total += message_bytes(layout, summed, dtype, pieces, 0)
+    return min(largest, total)
 
 
 def extrapolated(
-    program: Program | PipelineProgram, config: ComputeConfig, hardware: Hardware, times: OperatorTimes | None = None
+    program: Program | PipelineProgram,
+    config: ComputeConfig,
+    hardware: Hardware,
+    times: OperatorTimes | None = None,
+    optimizer: OptimizerMemory = ADAM,
 ) -> tuple[str, ...]:
     """What lies outside the sizes that were measured on a machine: products and memory passes of operators, each once, the
-    optimizer's pass, and the largest message.
+    products of the optimizer and its pass, and the largest message.
 
     Empty where nothing was measured: there everything is an assumption, which its file says. Operators with measured ``times``
     of their own do not count.
     """
     programs = program.programs if isinstance(program, PipelineProgram) else (program,)
-    found = _outside_tables(programs, hardware, times)
+    found = _outside_tables(programs, config, hardware, times, optimizer)
     updates = hardware.device.has_tables and not config.inference_only and any(map(_trained, programs))
     passes = (OPTIMIZER_PASS,) if updates else ()
-    return (*found, *passes, *_outside_links(largest_message(program, config), hardware))
+    return (*found, *passes, *_outside_links(largest_message(program, config, optimizer), hardware))
 
 
 OPTIMIZER_PASS = "the optimizer's pass, whatever its size (by the rate of memory)"
@@ -74,7 +95,13 @@ def _outside_links(num_bytes: int, hardware: Hardware) -> tuple[str, ...]:
     return (f"a message of {amount(num_bytes, 'B')} (measured: {amount(measured, 'B')})",) if num_bytes > measured else ()
 
 
-def _outside_tables(programs: Iterable[Program], hardware: Hardware, times: OperatorTimes | None) -> tuple[str, ...]:
+def _outside_tables(
+    programs: Iterable[Program],
+    config: ComputeConfig,
+    hardware: Hardware,
+    times: OperatorTimes | None,
+    optimizer: OptimizerMemory,
+) -> tuple[str, ...]:
     if not hardware.device.has_tables:
         return ()
     watched = _Watched.of(hardware.device)
@@ -83,6 +110,8 @@ def _outside_tables(programs: Iterable[Program], hardware: Hardware, times: Oper
         for instruction in program.body:
             if isinstance(instruction, Compute):
                 op_time(instruction.original, instruction.assignment, program.plan.mesh, machine, times)
+        for declaration in () if config.inference_only else _trained(program):
+            update_s(declaration, program.plan.storage_mesh, config, machine, optimizer)
     return watched.outside()
 
 

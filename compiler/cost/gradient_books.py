@@ -8,6 +8,7 @@ takes as much again as its bucket, for two buckets at most: gloo needs that room
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ import torch
 from shardwright.compiler.cost.ledger import Ledger
 from shardwright.compiler.cost.optimizer_memory import OptimizerMemory, gradient_bytes, is_split, state_bytes
 from shardwright.compiler.cost.trained import Trained, updated_shares
+from shardwright.compiler.cost.whole_memory import WholeTensors
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.zero.settings import ReductionSettings
 
@@ -24,9 +26,6 @@ GRADIENT, TEMPORARY = "gradient", "temporary"
 EXCHANGES = 2
 """Sums under way that need room of their own (``runtime.ranks.process_group.EXCHANGES_UNDER_WAY``), and buckets of
 parameters that are gathered at a time."""
-
-STEP_TEMPORARIES = 2
-"""Tensors of the size of a parameter that torch's optimizers with state make while they update it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,8 +71,11 @@ class GradientBooks:
         self._begun: list[_Bucket] = []  # those whose sum is not complete, of buckets that are freed
         self._mine: dict[_Bucket, int] = {}
         self._exchanges: list[int] = []
+        exchanged = [item for item in trained if item.cut and self._shares.get(item.name, 1)]
+        self._wholes = WholeTensors(ledger, exchanged, config, optimizer)
         for item in trained:
-            kept = state_bytes(optimizer, item.shape, item.dtype, config) * self._shares.get(item.name, 1)
+            share = float(item.name in self._wholes.owned) if item.cut else self._shares.get(item.name, 1)
+            kept = state_bytes(optimizer, item.updated_shape, item.dtype, config) * share
             ledger.hold(ledger.new(round(kept), "optimizer"))
         for bucket in self._buckets:
             if not bucket.is_split or (self._settings.contiguous_gradients and not self._settings.frees_gradients):
@@ -106,11 +108,14 @@ class GradientBooks:
     def step(self) -> None:
         """The optimizer's step: one parameter after the other, then what was updated goes to all ranks."""
         ledger, settings = self._ledger, self._settings
+        self._wholes.gather()
         halved = [item for item in self._trained.values() if settings.stores_remainders and item.dtype == torch.bfloat16]
         masters = sum(int(item.num_elements * self._shares.get(item.name, 1)) for item in halved) * REMAINDERS_SEEN_BYTES
         seen = ledger.hold(ledger.new(masters, TEMPORARY))
-        if self._trained and self._optimizer.keeps_state:
-            ledger.use(STEP_TEMPORARIES * max(map(self._updated_bytes, self._trained.values())), "optimizer step")
+        updated = [(self._updated_shape(item), settings.state_dtype(item.dtype)) for item in self._trained.values()]
+        made = max((self._optimizer.temporary_bytes(shape, dtype) for shape, dtype in dict.fromkeys(updated)), default=0)
+        ledger.use(made, "optimizer step")
+        self._wholes.scatter()
         gathered = [
             bucket.length * bucket.members[0].dtype.itemsize
             for bucket in self._buckets
@@ -140,12 +145,13 @@ class GradientBooks:
             if item.copies == 1 and not item.is_shared and not split:
                 continue
             num_bytes = item.num_elements * self._element_bytes(item)
-            members, filled = filling.get((item.group, item.dtype), ([], 0.0))
+            key = item.group, item.dtype, bool(item.cut)
+            members, filled = filling.get(key, ([], 0.0))
             if not members or filled + num_bytes > settings.bucket_cap_bytes:
                 members, filled = [], 0.0
                 packed.append(members)
             members.append(item)
-            filling[item.group, item.dtype] = members, filled + num_bytes
+            filling[key] = members, filled + num_bytes
         packed.sort(key=lambda members: order[members[-1].name])
         return packed
 
@@ -235,7 +241,7 @@ class GradientBooks:
         for bucket in self._buckets:
             first = bucket.members[0]
             dtype = settings.state_dtype(first.dtype)
-            if bucket.is_split and dtype != settings.gradient_dtype(first.dtype):
+            if bucket.is_split and not first.cut and dtype != settings.gradient_dtype(first.dtype):
                 copy = self._ledger.new(bucket.slice_elements * dtype.itemsize, GRADIENT)
                 self._mine[bucket], old = self._ledger.hold(copy), self._mine.get(bucket)
                 self._ledger.use(0, "sum of gradients")
@@ -246,12 +252,18 @@ class GradientBooks:
 
     def _updated_bytes(self, item: Trained) -> int:
         """The largest part of a parameter that this rank updates at a time."""
+        return math.prod(self._updated_shape(item)) * self._settings.state_dtype(item.dtype).itemsize
+
+    def _updated_shape(self, item: Trained) -> tuple[int, ...]:
+        """Of the largest part of a parameter that this rank updates at a time; ``(0,)`` if it updates none."""
         bucket = self._bucket_of.get(item.name)
+        if item.cut:
+            return item.whole if item.name in self._wholes.owned else (0,)
         if bucket is None or not bucket.is_split:
-            return item.num_elements * item.dtype.itemsize
-        whole = not self._optimizer.is_elementwise
-        mine = item.num_elements * self._shares[item.name] if whole else min(item.num_elements, bucket.slice_elements)
-        return round(mine) * self._settings.state_dtype(item.dtype).itemsize
+            return item.shape
+        if self._optimizer.is_elementwise:
+            return (min(item.num_elements, bucket.slice_elements),)
+        return item.shape if self._shares[item.name] else (0,)
 
 
 REMAINDERS_SEEN_BYTES = 4

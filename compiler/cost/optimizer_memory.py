@@ -10,6 +10,7 @@ import torch
 
 from shardwright.compiler.cost.local import estimated_size, local_shape
 from shardwright.compiler.cost.optimizer_state import NamedOptimizer
+from shardwright.compiler.cost.optimizer_step import STEP_TEMPORARIES, StepProduct
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import ZERO, Layout, Mesh
 from shardwright.runtime.zero.settings import ReductionSettings
@@ -30,10 +31,17 @@ class OptimizerMemory:
     grad_bytes_per_element: float | None = None
     named: NamedOptimizer | None = None
 
-    @property
-    def keeps_state(self) -> bool:
-        """Whether it keeps anything of a matrix."""
-        return self.moments_bytes((2, 2), torch.float32) > 0 or self.own_bytes_per_element > 0
+    def temporary_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """The most that it makes and lets go of again while it updates a tensor."""
+        found = None if self.named is None else self.named.step(tuple(shape), dtype).temporary_bytes
+        if found is not None:
+            return found
+        keeps_state = self.moments_bytes((2, 2), torch.float32) > 0 or self.own_bytes_per_element > 0
+        return STEP_TEMPORARIES * math.prod(shape) * dtype.itemsize if keeps_state else 0
+
+    def products(self, shape: Sequence[int], dtype: torch.dtype) -> Sequence[StepProduct]:
+        """The matrix products of updating a tensor."""
+        return () if self.named is None or self.is_elementwise else self.named.step(tuple(shape), dtype).products
 
     @property
     def is_elementwise(self) -> bool:
@@ -86,9 +94,18 @@ def num_shards(layout: Layout, mesh: Mesh, config: ComputeConfig) -> int:
     return max(1, num_copies(layout, mesh, config) // config.zero_ngroups)
 
 
+def exchanged_over(layout: Layout, mesh: Mesh, optimizer: OptimizerMemory) -> tuple[tuple[str, int], ...]:
+    """The axes, and their sizes, over which the pieces of a parameter come together on one rank, as the optimizer needs the
+    whole; none where it takes the pieces.
+    """
+    if optimizer.is_elementwise:
+        return ()
+    return tuple((axis, size) for axis, size in mesh.axes if axis in layout.cut_axes and size > 1)
+
+
 def num_pieces(layout: Layout, mesh: Mesh, optimizer: OptimizerMemory) -> int:
-    """From how many ranks the pieces of a parameter come together on one, as the optimizer needs them; 1 where they do not."""
-    return 1 if optimizer.is_elementwise else math.prod(mesh.axis_size(axis) for axis in layout.cut_axes)
+    """From how many ranks the pieces of a parameter come together on one; 1 where they do not."""
+    return math.prod(size for _, size in exchanged_over(layout, mesh, optimizer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +138,8 @@ def kept_bytes(optimizer: OptimizerMemory, layout: Layout, dtype: torch.dtype, m
 def is_split(settings: ReductionSettings, dtype: torch.dtype, shards: int) -> bool:
     """Whether the runtime makes shards of a parameter of ``dtype``, as one with ``shards`` parts or a master has."""
     return settings.makes_shards and (shards > 1 or not settings.stage or settings.state_dtype(dtype) != dtype)
+
+
+def summed_dtype(settings: ReductionSettings, dtype: torch.dtype, shards: int) -> torch.dtype:
+    """In which the optimizer's gradient of a parameter of ``dtype`` is held when it is summed."""
+    return settings.gradient_dtype(dtype) if is_split(settings, dtype, shards) else dtype

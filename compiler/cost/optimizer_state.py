@@ -1,4 +1,4 @@
-"""What any optimizer keeps of a parameter: that of a step of the optimizer itself on tensors without memory.
+"""What any optimizer keeps of a parameter, and does to it: that of a step of the optimizer itself on tensors without memory.
 
 ``"SGD(momentum=0.9)"`` names a class of ``torch.optim`` and its settings, ``"my_project.optim:make(lr=0.1)"`` a class or a
 function of one's own that takes a list of parameters.
@@ -10,16 +10,15 @@ import ast
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from shardwright.compiler.cost.optimizer_step import MakeOptimizer, StepWork, work_of_step
 from shardwright.runtime.errors import ConfigError, did_you_mean
 from shardwright.runtime.zero.split import ELEMENTWISE
-
-MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 SMALL = 4
 """The most of each dim of a parameter that stands for a larger one."""
@@ -47,10 +46,19 @@ class NamedOptimizer:
         """The bytes of the state of one parameter, after a step."""
         return _state_bytes(self.text, shape, dtype)
 
+    def step(self, shape: tuple[int, ...], dtype: torch.dtype) -> StepWork:
+        """What a step does to one parameter."""
+        return _work_of_step(self.text, shape, dtype)
+
 
 @functools.lru_cache(maxsize=64)
 def _makes_elementwise(text: str) -> bool:
     return type(_found(text)([torch.nn.Parameter(torch.empty(SMALL, SMALL, device="meta"))])) in ELEMENTWISE
+
+
+@functools.lru_cache(maxsize=4096)
+def _work_of_step(text: str, shape: tuple[int, ...], dtype: torch.dtype) -> StepWork:
+    return work_of_step(_found(text), shape, dtype) if 0 not in shape else StepWork((), 0)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -16,10 +16,10 @@ from shardwright.compiler.cost.optimizer_memory import (
     OptimizerMemory,
     Updated,
     gradient_bytes,
-    is_split,
     kept_bytes,
     num_pieces,
     num_shards,
+    summed_dtype,
 )
 from shardwright.compiler.cost.wholes import NO_EXCHANGE, WHOLES, Exchange, exchange_of
 from shardwright.compiler.ir.value import ValueKind
@@ -221,7 +221,7 @@ class _Where:
         if num_pieces(layout, mesh, self.optimizer) == 1:
             return NO_EXCHANGE
         shards = num_shards(layout, self.mesh, config)
-        summed = settings.gradient_dtype(dtype) if is_split(settings, dtype, shards) else dtype
+        summed = summed_dtype(settings, dtype, shards)
         return exchange_of(
             layout, summed, dtype, mesh, ranks, self.hardware, num_units=config.num_units // units,
             unit_size=config.plan_ngpus * units, bucket_bytes=settings.bucket_cap_bytes, num_shards=shards,
@@ -267,8 +267,11 @@ def parameter_s(
 def update_s(
     declaration: Declaration, mesh: Mesh, config: ComputeConfig, hardware: Hardware, optimizer: OptimizerMemory
 ) -> float:
-    """Seconds of the optimizer's pass over what this rank updates of one parameter."""
+    """Seconds of the optimizer's pass over what this rank updates of one parameter, and of the products in it."""
     dtype = declaration.value.dtype
     updated = Updated.of(declaration.layout, mesh, config, optimizer)
     kept = kept_bytes(optimizer, declaration.layout, dtype, mesh, config)
-    return optimizer_s(updated.num_elements * dtype.itemsize, kept, hardware)
+    state_dtype = ReductionSettings(table=config.optimizer_table).state_dtype(dtype)
+    products = optimizer.products(updated.shape, state_dtype)
+    products_s = sum(hardware.device.matmul_s(p.m, p.n, p.k, p.dtype, p.batch) for p in products)
+    return optimizer_s(updated.num_elements * dtype.itemsize, kept, hardware) + updated.share * products_s

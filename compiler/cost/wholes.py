@@ -77,8 +77,7 @@ def exchange_of(
     size, num_ranks = math.prod(map(estimated_size, layout.shape)), len(groups[0])
     if num_ranks == 1 or size == 0:
         return NO_EXCHANGE
-    together = max(1, int(bucket_bytes / gradient.itemsize / size))
-    most = -(-together // num_ranks)  # of the parameters of a batch, those of the rank that owns most
+    together, most = _batch(size, num_ranks, gradient, bucket_bytes)
     piece, owned = size / num_ranks, most * size / together
 
     def message_s(elements: int, dtype: torch.dtype) -> float:
@@ -92,6 +91,21 @@ def exchange_of(
     scatter_s = message_s(size, values) + copies_s(SCATTER_PASSES, values.itemsize)
     num_bytes = (piece + 1) * (gradient.itemsize + values.itemsize) + piece * values.itemsize
     return Exchange(gather_s / num_shards, scatter_s / num_shards, num_bytes / num_shards)
+
+
+def message_bytes(layout: Layout, gradient: torch.dtype, values: torch.dtype, num_ranks: int, bucket_bytes: float) -> int:
+    """Of a message of a batch full of such parameters, or of one alone if it is larger than ``bucket_bytes``; counted as of an
+    all-to-all in which each rank receives as much as the one that owns most.
+    """
+    size = math.prod(map(estimated_size, layout.shape))
+    _, most = _batch(size, num_ranks, gradient, bucket_bytes)
+    return most * (size + num_ranks) * max(gradient.itemsize, values.itemsize)
+
+
+def _batch(size: int, num_ranks: int, gradient: torch.dtype, bucket_bytes: float) -> tuple[int, int]:
+    """How many parameters of ``size`` elements travel together, and how many of them one rank owns at most."""
+    together = max(1, int(bucket_bytes / gradient.itemsize / size))
+    return together, -(-together // num_ranks)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,8 @@ from shardwright.compiler.api import parallelize
 from shardwright.compiler.compile import compile_graph
 from shardwright.compiler.cost.live_bytes import LiveBytes
 from shardwright.compiler.cost.memory import program_memory
+from shardwright.compiler.cost.optimizer_memory import OptimizerMemory
+from shardwright.compiler.cost.optimizer_state import NamedOptimizer
 from shardwright.compiler.cost.pipeline_memory import pipeline_memory
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.trace.api import trace
@@ -33,7 +36,7 @@ SAMPLES = 16
 @dataclass(frozen=True)
 class PeakCase:
     """A plan. ``unit``: ranks of a unit, 0 for all. ``fields``: of the config; ``options``: of the policy. Policy ``random``
-    draws a plan by its ``seed``.
+    draws a plan by its ``seed``. ``optimizer``: a class, as command lines name it.
     """
 
     policy: str
@@ -44,10 +47,12 @@ class PeakCase:
     dtype: torch.dtype = torch.float32
     recompute: tuple[str, ...] = ()
     seed: int = 0
+    optimizer: str = "Adam"
 
     def __str__(self) -> str:
         words = [self.policy, *(f"{k}={v}" for k, v in (self.fields | self.options).items())]
         words += [f"seed={self.seed}"] if self.policy == "random" else []
+        words += [self.optimizer] if self.optimizer != "Adam" else []
         words += ["bfloat16"] if self.dtype == torch.bfloat16 else []
         return " ".join([*words, *(["recompute"] if self.recompute else []), f"x{self.num_microbatches}"])
 
@@ -80,14 +85,21 @@ def predicted(case: PeakCase, num_ranks: int) -> list[int]:
     """By rank of the unit, what the cost model says."""
     config = case.config(num_ranks)
     compiled = compile_graph(trace(case.model(), case.sample(num_ranks)), case.plan, config, policy_name=case.policy)
+    optimizer = OptimizerMemory(named=NamedOptimizer(case.optimizer))
     if isinstance(compiled.program, PipelineProgram):
-        return [memory.peak_bytes for memory in pipeline_memory(compiled.program, config)]
-    found = program_memory(compiled.program, config, num_microbatches=case.num_microbatches)
+        return [memory.peak_bytes for memory in pipeline_memory(compiled.program, config, optimizer)]
+    found = program_memory(compiled.program, config, optimizer, num_microbatches=case.num_microbatches)
     return [found.peak_bytes] * config.plan_ngpus
 
 
+def _named(text: str) -> Any:
+    """``"Adam"`` of torch, ``"my_module:Adam"`` of one's own."""
+    module, colon, name = text.rpartition(":")
+    return getattr(importlib.import_module(module) if colon else torch.optim, name)
+
+
 def measure(folder: str, cases: Sequence[PeakCase]) -> list[int]:
-    """By case, the most bytes that live at once on this rank in a step with Adam. Results are kept up to its end.
+    """By case, the most bytes that live at once on this rank in a step. Results are kept up to its end.
 
     Of three steps after the second the least: a thread of gloo that has sent what a bucket held lets go of it when it runs
     again, which on a machine with other work may be far into the optimizer's step.
@@ -101,7 +113,7 @@ def _peak(folder: Path, case: PeakCase) -> int:
     model = parallelize(case.model(), sample, case.plan, config, gen_savedir=str(folder))
     samples = [{name: x.clone() for name, x in sample.items()} for _ in range(case.num_microbatches)]
     with LiveBytes() as live:
-        optimizer = build_optimizer(model, torch.optim.Adam, config, lr=1e-4)
+        optimizer = build_optimizer(model, _named(case.optimizer), config, lr=1e-4)
         live.watch([*model.parameters(), *model.buffers(), *(x for each in samples for x in each.values())])
         peaks = []
         for _ in range(5):

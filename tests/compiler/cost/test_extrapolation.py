@@ -14,6 +14,8 @@ from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.efficiency import BandwidthTable, EfficiencyTable
 from shardwright.compiler.cost.extrapolation import OPTIMIZER_PASS, largest_message
 from shardwright.compiler.cost.hardware import Hardware, load_hardware
+from shardwright.compiler.cost.optimizer_memory import OptimizerMemory
+from shardwright.compiler.cost.optimizer_state import NamedOptimizer
 from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.program import Program
@@ -88,6 +90,27 @@ def test_messages_between_stages_and_of_gradients_count() -> None:
     assert largest_message(compiled.program, replace(config, reducer_bucket_cap_mb=0.001)) == 4 * 8 * 64  # what crosses
     (first, _) = compiled.program.programs  # type: ignore[union-attr]
     assert largest_message(first, replace(config, runtime_ngpus=2)) == 0
+
+
+@pytest.mark.parametrize(("cap_mb", "expected"), [(None, 4 * (2 * 1026 + 66)), (1e-6, 4 * 1026), (5e-3, 4 * 1026)])
+def test_messages_of_whole_tensors_count(cap_mb: float | None, expected: int) -> None:
+    """A batch is no larger than all that is cut: up, its bias, and down; a matrix alone goes to one owner."""
+    graph = plans.annotated(plans.traced(Net(), {"x": torch.ones(8, 16)}))
+    config = replace(CONFIG, reducer_bucket_cap_mb=cap_mb)
+    compiled = compile_graph(graph, find_policy("tp").apply, config, policy_name="tp")
+    adafactor = OptimizerMemory(named=NamedOptimizer("Adafactor"))
+    cut = [d for d in compiled.program.declarations if d.layout.cut_axes]  # type: ignore[union-attr]
+    assert [str(d.layout) for d in cut] == ["[64/tp, 16]", "[64/tp]", "[16, 64/tp]"]
+    assert largest_message(compiled.program, config, adafactor) == expected
+    assert largest_message(compiled.program, config) < expected  # SGD and its like need none of it
+
+
+def test_products_of_the_optimizer_count() -> None:
+    """Muon has [16, 64] of the first matrix times itself, in a dtype of which nothing was measured."""
+    muon = OptimizerMemory(named=NamedOptimizer("own_optimizers:muon_for_matrices"))
+    found = audit(program(), CONFIG, measured((8, 64), 10**9), optimizer=muon).extrapolated
+    products = [f"product {size} in bfloat16" for size in ("16 x 64 x 16", "16 x 16 x 16", "16 x 16 x 64")]
+    assert found == (*products, OPTIMIZER_PASS)
 
 
 def test_watching_does_not_change_the_cost() -> None:

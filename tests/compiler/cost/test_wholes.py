@@ -13,11 +13,13 @@ import planning
 import plans
 import pytest
 import torch
+from memory_ranks import measured_peaks
 from torch import Tensor, nn
 
 from shardwright.compiler.compile import Compiled, compile_graph
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.hardware import Hardware, load_hardware
+from shardwright.compiler.cost.memory import program_memory
 from shardwright.compiler.cost.optimizer_memory import OptimizerMemory
 from shardwright.compiler.cost.optimizer_state import NamedOptimizer
 from shardwright.compiler.cost.wholes import WHOLES, Exchange, exchange_of
@@ -231,3 +233,30 @@ def test_a_search_leaves_whole_what_is_dear_to_bring_together() -> None:
     other, _ = best["SGD"]
     assert isinstance(found, Placement) and isinstance(other, Placement)
     assert found.cost_s < planning.audited_s(asked.graph, other.plan, asked)
+
+
+class Wide(nn.Module):
+    """Three matrices, of which the ranks of a plan with tp own one and two: more than any activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.mid, self.down = (nn.Linear(*size, bias=False) for size in ((32, 256), (256, 256), (256, 32)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.down(self.mid(self.up(x).relu()).relu()).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
+@pytest.mark.parametrize(("runtime", "fields"), [(2, {}), (4, {"use_zero": 1}), (4, {"use_zero": 3})], ids=str)
+def test_wholes_and_their_state_count_on_their_owner(name: str, runtime: int, fields: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, inputs = Wide(), {"x": torch.randn(8, 32)}
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=runtime, use_end2end=True, **fields)
+    found = compile_graph(plans.traced(model, inputs), find_policy("tp").apply, config, policy_name="tp")
+    told = program_memory(found.program, config, OptimizerMemory(named=NamedOptimizer(name)))  # type: ignore[arg-type]
+    measured = measured_peaks(tmp_path, found, model, inputs, config, make=OPTIMIZERS[name])
+    assert told.peak_bytes == pytest.approx(max(measured), rel=0.01)
+    assert told.moment in ("optimizer step", "exchange of whole tensors")
+    if name == "Muon" and not fields:
+        assert told.by_category["optimizer"] == 4 * (256 * 256 + 256 * 32)  # mid; and down, which tp does not cut

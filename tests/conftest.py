@@ -14,6 +14,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from shardwright.compiler.trace.fakes import note_caches
+
 # A loaded machine is no defect of the code under test. `--hypothesis-profile=explore` looks at other examples each time.
 ANY_SPEED: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("shardwright", derandomize=True, **ANY_SPEED)
@@ -32,10 +34,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_finish() -> None:
     """What was imported and collected stays: from here on the collector looks at what tests make."""
-    gc.collect()
-    gc.freeze()
+    freeze()
     gc.set_threshold(50_000, 10, 10)
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """What a test leaves behind is in caches and stays, too."""
+    young, *older = gc.get_count()
+    if young > 10_000 or any(older):
+        freeze()
+
+
+def freeze() -> None:
+    """Nobody walks again over what is alive now: not the collector, nor traces, which look for cached functions."""
+    note_caches()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

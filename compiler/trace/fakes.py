@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -123,12 +124,24 @@ def caches_without_fakes() -> Iterator[None]:
     try:
         yield
     finally:
-        for found in gc.get_objects():
-            if type(found) is _CachedFunction and any(_holds_fake(kept) for kept in gc.get_referents(found)):
-                found.cache_clear()
+        note_caches()
+        for cached, counts in list(_counts_without_fakes.items()):
+            if counts != cached.cache_info():
+                if any(map(_holds_fake, gc.get_referents(cached))):
+                    cached.cache_clear()
+                _counts_without_fakes[cached] = cached.cache_info()
+
+
+def note_caches() -> None:
+    """Find the cached functions that the collector looks at: they stay known when ``gc.freeze`` hides them."""
+    for found in gc.get_referrers(_CachedFunction):  # all instances refer to their type
+        if type(found) is _CachedFunction:
+            _counts_without_fakes.setdefault(found, None)
 
 
 _CachedFunction = functools._lru_cache_wrapper
+_counts_without_fakes: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""Of every cached function known, its ``cache_info`` when it kept no fakes: as long as nobody calls it, it keeps none."""
 
 
 def _holds_fake(kept: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 
 import numpy as np
@@ -14,6 +15,7 @@ from tracing import traced
 
 from shardwright.compiler.ir.op import RankDevice
 from shardwright.compiler.trace import trace
+from shardwright.compiler.trace.fakes import note_caches
 from shardwright.runtime.errors import TraceError
 
 X = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -73,6 +75,23 @@ def test_caches_of_functions_keep_nothing_of_a_trace() -> None:
     traced(Reads(), {"x": X})
     assert all(type(tensor) is Tensor for tensor in (cached_table(4)[0], *cached_table(4)[1]))
     assert cached_numbers.cache_info().currsize == 1, "a cache without tensors is left alone"
+
+
+def test_caches_that_the_collector_no_longer_sees_are_known() -> None:
+    @functools.cache
+    def cached_ones() -> Tensor:
+        return torch.ones(4, dtype=torch.float64)
+
+    class Reads(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + cached_ones()
+
+    note_caches()
+    gc.freeze()
+    for _ in range(2):
+        traced(Reads(), {"x": X})
+        assert type(cached_ones()) is Tensor
+        cached_ones.cache_clear()
 
 
 def test_checks_of_values_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,9 @@ def pass_manager(**options: Any) -> PassManager:
 
 
 def annotate(graph: IRGraph, manager: PassManager) -> PlannableGraph:
-    """The graph with rules and dims: what policies see."""
+    """The graph with rules and dims: what policies see. One that has them is returned as it is."""
+    if isinstance(graph, PlannableGraph):
+        return graph
     graph = manager.run(FunctionPass("rules", _both(attach_rules)), graph)
     graph = manager.run(FunctionPass("dims", _both(infer_dims)), graph)
     return PlannableGraph.of(graph)
@@ -98,7 +100,7 @@ def compile_graph(
     plan: Plan | None = None,
     manager: PassManager | None = None,
 ) -> Compiled:
-    """Plan, lower, prove and emit a traced graph. ``plan`` skips the policy.
+    """Plan, lower, prove and emit a traced graph, or one that is annotated already. ``plan`` skips the policy.
 
     Raises :class:`PlanError` for a policy that returns something else than a plan, or a plan that does not fit.
     """

@@ -23,17 +23,17 @@ PLANS_PER_TEST = 10
 
 @functools.cache
 def prepared(name: str) -> tuple[Any, ...]:
-    """The model, its inputs, its graph (bare and with rules), and what one device computes."""
+    """The model, its inputs, its graph, and what one device computes."""
     entry = zoo.get(name)
     model, inputs = entry.build(), entry.inputs()
-    return model, inputs, plans.zoo_traced(name), plans.zoo_graph(name), plans.reference_run(model, [inputs], steps=1)
+    return model, inputs, plans.zoo_graph(name), plans.reference_run(model, [inputs], steps=1)
 
 
 def check_random_plan(name: str, seed: int, directory: Path) -> None:
     rng = random.Random(f"{name} {seed}")
-    model, inputs, graph, annotated, reference = prepared(name)
+    model, inputs, graph, reference = prepared(name)
     mesh = Mesh.of(rng.choice(MESHES))
-    plan = plans.random_plan(annotated, mesh, rng)
+    plan = plans.random_plan(graph, mesh, rng)
     try:
         plans.check(model, inputs, plans.compile_plan(graph, plan), directory / f"{name}-{seed}", reference)
     except Exception as error:

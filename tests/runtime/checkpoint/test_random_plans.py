@@ -23,7 +23,7 @@ def compiled(name, rng, directory):
     """The files of a random plan, and how many ranks they are for."""
     mesh = Mesh.of(rng.choice(MESHES))
     plan = plans.random_plan(plans.zoo_graph(name), mesh, rng)
-    plans.write(directory, plans.compile_plan(plans.zoo_traced(name), plan), c.model_of(name))
+    plans.write(directory, plans.compile_plan(plans.zoo_graph(name), plan), c.model_of(name))
     return directory, mesh.size * rng.choice([1, 1, 2])
 
 

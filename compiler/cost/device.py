@@ -144,7 +144,7 @@ def read_device(fields: Fields) -> Device:
         matmul_efficiency=_read_efficiency(fields),
         streams=_read_streams(fields),
         tiles=_read_tiles(fields),
-        host_s=_read_both(fields, "host_s", (0.0, 0.0)),
+        host_s=_read_both(fields, "host_s", (0.0, 0.0), zero=True),
         fetch_bytes_per_s=fields.optional_number("fetch_bytes_per_s"),
         rates=_read_rates(fields),
         attention_efficiency=_read_both(fields, "attention_efficiency", (1.0, 1.0)),
@@ -220,11 +220,11 @@ def _read_sharing(fields: Fields) -> Sharing | None:
     return sharing
 
 
-def _read_both(fields: Fields, key: str, default: Both | None = None) -> Both:
-    """A list of two numbers: forward and backward."""
+def _read_both(fields: Fields, key: str, default: Both | None = None, *, zero: bool = False) -> Both:
+    """A list of two numbers: forward and backward; ``zero`` allows 0."""
     if default is not None and not fields.has(key):
         return default
-    numbers = fields.number_list(key)
+    numbers = fields.number_list(key, zero=zero)
     if len(numbers) != 2:
         raise fields.error(key, "has two numbers, of the forward and of the backward")
     return numbers[0], numbers[1]

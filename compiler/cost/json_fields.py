@@ -75,11 +75,11 @@ class Fields:
             raise self.error(key, "is a list of whole numbers of at least 1")
         return tuple(int(number) for number in value)
 
-    def number_list(self, key: str) -> tuple[float, ...]:
-        """A list of positive numbers."""
+    def number_list(self, key: str, *, zero: bool = False) -> tuple[float, ...]:
+        """A list of positive numbers; ``zero`` allows 0."""
         value = self.value(key)
-        if not isinstance(value, list) or not all(_is_number(number, zero=False) for number in value):
-            raise self.error(key, "is a list of positive numbers")
+        if not isinstance(value, list) or not all(_is_number(number, zero) for number in value):
+            raise self.error(key, "is a list of numbers of at least 0" if zero else "is a list of positive numbers")
         return tuple(float(number) for number in value)
 
     def mapping(self, key: str, *, optional: bool = False) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardwright.compiler.cost.optimizer_step import MakeOptimizer, StepWork, work_of_step
+from shardwright.compiler.cost.optimizer_step import MakeOptimizer, StepWork, tensors_of_state, work_of_step
 from shardwright.runtime.errors import ConfigError, did_you_mean
 from shardwright.runtime.zero.split import ELEMENTWISE
 
@@ -77,13 +77,14 @@ def _state_bytes(text: str, shape: tuple[int, ...], dtype: torch.dtype) -> float
                 why=f"a step of it on a parameter of shape {list(shape)} failed: {failed or 'it needs numbers'}",
                 hint="a function that takes a list of parameters and returns an optimizer whose step takes no arguments",
             ) from failed
-    return float(sum(x.untyped_storage().nbytes() for x in state.values()))
+    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in state.values()}
+    return float(sum(storages.values()))
 
 
 def _state_after_step(
     text: str, make: MakeOptimizer, shape: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> tuple[Mapping[Any, torch.Tensor], Exception | None]:
-    """The tensors of the state, and what went wrong in the step."""
+    """The tensors of the state by where they are in it, but for views of the parameter, and what went wrong in the step."""
     parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
     parameter.grad = torch.zeros_like(parameter)
     try:
@@ -101,8 +102,9 @@ def _state_after_step(
         optimizer.step()
     except Exception as error:  # whatever a user's optimizer raises
         failed = error
-    state = optimizer.state.get(parameter, {})
-    return {name: x for name, x in state.items() if isinstance(x, torch.Tensor)}, failed
+    updated = parameter.untyped_storage()._cdata
+    state = tensors_of_state(optimizer, parameter)
+    return {path: x for path, x in state.items() if x.untyped_storage()._cdata != updated}, failed
 
 
 def _found(text: str) -> MakeOptimizer:

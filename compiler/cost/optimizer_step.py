@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from shardwright.compiler.cost.live_bytes import LiveBytes
 
@@ -51,13 +52,18 @@ def work_of_step(make: MakeOptimizer, shape: tuple[int, ...], dtype: torch.dtype
             with seen:
                 optimizer.step()
             seen.products.clear()
-            state = [x for x in optimizer.state[parameter].values() if isinstance(x, torch.Tensor)]
-            with LiveBytes([parameter, parameter.grad, *state]) as live, seen:
+            with LiveBytes([parameter, parameter.grad, *tensors_of_state(optimizer, parameter).values()]) as live, seen:
                 before = live.now
                 optimizer.step()
         except Exception:  # whatever a user's optimizer raises
             return StepWork(tuple(seen.products), None)
     return StepWork(tuple(seen.products), live.peak - before)
+
+
+def tensors_of_state(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """The tensors that an optimizer keeps of a parameter, in lists and dicts too, by where they are."""
+    found, _ = tree_flatten_with_path(dict(optimizer.state.get(parameter, {})))
+    return {keystr(path): leaf for path, leaf in found if isinstance(leaf, torch.Tensor)}
 
 
 class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -24,6 +24,26 @@ class Averaging(torch.optim.Optimizer):
                 average.lerp_(p.float(), 0.1)
 
 
+class Preconditioned(torch.optim.Optimizer):
+    """Keeps a list of square matrices for each parameter, a momentum, and a flat view of that."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["squares"] = [torch.zeros(size, size, dtype=p.dtype, device=p.device) for size in p.shape]
+                    state["momentum"], state["updates"] = torch.zeros_like(p), p.detach().view(-1)
+                    state["flat"] = state["momentum"].view(-1)
+                state["squares"][0].add_(p.grad @ p.grad.T)
+                state["momentum"].add_(p.grad)
+                state["updates"].add_(state["flat"], alpha=-group["lr"])
+
+
 def muon_for_matrices(params: list[Tensor], lr: float = 1e-3) -> torch.optim.Optimizer:
     """Muon where it can be, AdamW elsewhere; made for one parameter at a time."""
     (parameter,) = params

@@ -114,6 +114,14 @@ def test_everything_a_file_can_say_is_read_back(tmp_path: Path) -> None:
     assert streams.covers(10) and not streams.covers(1001)
 
 
+@pytest.mark.parametrize("host_s", [(1e-6, 0.0), (0.0, 1e-6), (0.0, 0.0)])
+def test_a_host_may_add_nothing_to_one_of_two_directions(host_s: tuple[float, float]) -> None:
+    """As a calibration finds where the least time of an operator is that of its backward in a program."""
+    found = load_hardware("cpu", 2)
+    hardware = replace(found, device=replace(found.device, host_s=host_s))
+    assert Hardware.from_json(json.loads(hardware.dumps())).device.host_s == host_s
+
+
 def test_ranks_that_share_nothing_are_refused() -> None:
     data = small(lambda data: data["device"].update(sharing={"num_ranks": 2, "num_cores": 2}))
     with pytest.raises(ConfigError) as caught:

@@ -42,6 +42,7 @@ STEP = 4
         ("own_optimizers:Averaging(lr=0.1)", (64, 32), BFLOAT, 4 * 64 * 32),
         ("own_optimizers:muon_for_matrices", (64, 32), FLOAT, 4 * 64 * 32),
         ("own_optimizers:muon_for_matrices", (64,), FLOAT, 8 * 64 + STEP),
+        ("own_optimizers:Preconditioned", (64, 32), FLOAT, 4 * (64 * 64 + 32 * 32 + 64 * 32)),
         ("AdamW", (0, 32), FLOAT, 0),
     ],
 )

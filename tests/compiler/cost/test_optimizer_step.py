@@ -9,6 +9,8 @@ import planning
 import plans
 import pytest
 import torch
+from own_optimizers import Preconditioned
+from torch.utils._pytree import tree_leaves
 from zero_training import Muonlike
 
 from shardwright.compiler.compile import compile_graph
@@ -40,7 +42,11 @@ ANY_SHAPE = [getattr(torch.optim, name) for name in ("SGD", "Adam", "NAdam", "RM
 
 @pytest.mark.parametrize(
     ("make", "shape"),
-    [(torch.optim.Muon, (96, 32)), *((make, shape) for make in ANY_SHAPE for shape in ((96, 32), (40,)))],
+    [
+        (torch.optim.Muon, (96, 32)),
+        (Preconditioned, (96, 32)),
+        *((make, shape) for make in ANY_SHAPE for shape in ((96, 32), (40,))),
+    ],
 )
 def test_temporary_bytes_are_those_of_a_step(make: Callable[..., torch.optim.Optimizer], shape: tuple[int, ...]) -> None:
     parameter = torch.nn.Parameter(torch.randn(shape))
@@ -48,7 +54,7 @@ def test_temporary_bytes_are_those_of_a_step(make: Callable[..., torch.optim.Opt
     peaks = []
     for _ in range(3):
         parameter.grad = torch.randn(shape)
-        state = [x for x in optimizer.state[parameter].values() if isinstance(x, torch.Tensor)]
+        state = [x for x in tree_leaves(dict(optimizer.state[parameter])) if isinstance(x, torch.Tensor)]
         with LiveBytes([parameter, parameter.grad, *state]) as live:
             before = live.now
             optimizer.step()

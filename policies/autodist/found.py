@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.candidates import Pace
+from shardwright.policies.autodist.floor import FLOOR
 from shardwright.policies.autodist.space import Placed, Wish
 from shardwright.policies.autodist.stages.walk import Walk
 from shardwright.runtime.layout import Mesh
@@ -121,7 +122,8 @@ class Found:
     ``least``: of the plan that needs least among those that were audited and do not fit, the bytes, the title, and what
     most of them are for. ``searched``: what
     searches this is of, where there were several. ``not_compared``: the meshes where the simple policies may have a better
-    plan, as there was no time to tell; ``is_compared``: whether there are others.
+    plan, as there was no time to tell; ``is_compared``: whether there are others. ``floor_s``: seconds that no plan is below,
+    searched or not.
     """
 
     audited: list[Candidate] = field(default_factory=list)
@@ -137,6 +139,7 @@ class Found:
     searched: str = ""
     not_compared: list[str] = field(default_factory=list)
     is_compared: bool = False
+    floor_s: float = 0.0
 
     @property
     def tried(self) -> tuple[Candidate, ...]:
@@ -159,7 +162,13 @@ class Found:
 
     @property
     def least_bounded(self) -> tuple[float, str]:
-        """The least of all bounds, and the title of what has it."""
+        """The least of all bounds, and the title of what has it; none is below the floor."""
         bounds = [(candidate.bound_s, candidate.title) for candidate in (*self.audited, *self.others)]
         bounds += [(bound, title) for title, bound in (*self.bounds.items(), *self.unanswered.items())]
-        return min(bounds, key=lambda item: item[0], default=(float("inf"), ""))
+        least = min(bounds, key=lambda item: item[0], default=(float("inf"), ""))
+        return max(least, (self.floor_s, FLOOR), key=lambda item: item[0])
+
+    @property
+    def is_at_floor(self) -> bool:
+        """Whether nothing better is known than the floor, which is that of all plans."""
+        return self.least_bounded[1] == FLOOR

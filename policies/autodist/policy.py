@@ -18,6 +18,7 @@ from shardwright.policies.autodist.batches import own_batch
 from shardwright.policies.autodist.candidates import divisors, meshes, stage_sizes
 from shardwright.policies.autodist.clock import Clock
 from shardwright.policies.autodist.degrees import meshes_with
+from shardwright.policies.autodist.floor import FLOOR
 from shardwright.policies.autodist.found import Candidate, Found
 from shardwright.policies.autodist.options import AutodistOptions, check_options, check_pipeline
 from shardwright.policies.autodist.placement.constraints import Constraints, allowed_strategies
@@ -154,39 +155,63 @@ def options_of(variant: Variant, options: AutodistOptions, time_limit_s: float) 
     return replace(chosen, **{name: variant.batch.num_microbatches})  # type: ignore[arg-type]
 
 
+EVERY = "every plan of so many ranks"
+"""The space of a bound that is the floor."""
+
+
 def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificate:
     """What is certain of the best plan."""
-    proof, space = best.placed[0].proof, f"{best.title}; {best.placed[0].space}"
-    if best.is_mixed:
+    space = f"{best.title}; {EVERY if found.is_at_floor else best.placed[0].space}"
+    if best.is_mixed and not found.is_at_floor:
         assert best.attempt is not None
-        proof = "the placements offered were chosen before the stages; with them the bound holds for every split between blocks"
         space = f"{best.title}; {len(best.attempt.offers)} placements offered to every stage"
-    elif best.is_simple:
-        proof += "; the bound is of other placements: the plan is a simple policy's, which the search has not bettered"
-    elif best.plan.stages:
-        proof += "; the placement was chosen before the stages, of which the bound holds for every split between blocks"
-    if not best.is_mixed and found.tried_mixed:
-        proof += "; stages that differ were searched with the placements offered to them"
-    if found.unbounded:
-        proof += f"; not in the bound: {first_of(found.unbounded)}, as no split of the placements chosen there fits"
+    sharing = hardware.device.sharing
+    fastest = 1.0 if sharing is None else sharing.speed(1)
+    proof = [FLOOR] if found.is_at_floor else _proof(found, best)
     if found.searched:
-        proof += f"; searched one by one: {found.searched}"
+        proof += [f"searched one by one: {found.searched}"]
     if found.interrupted is not None:
-        proof += f"; the search was ended by {found.interrupted}: meshes that it did not come to are not in the bound"
+        proof += [f"the search was ended by {found.interrupted}"]
+        proof[-1] += "" if found.is_at_floor else ": meshes that it did not come to are not in the bound"
     if found.not_compared:
         which = f"those on {first_of(found.not_compared)}" if found.is_compared else "any of them"
-        proof += f"; the simple policies may have a better plan: there was no time to compare it with {which}"
+        proof += [f"the simple policies may have a better plan: there was no time to compare it with {which}"]
     least_s, least = found.least_bounded
     if least_s < best.bound_s:
-        proof += f"; what the bound is of: {least}"
+        proof += [f"what the bound is of: {least}"]
+    if found.floor_s > 0 and not found.is_at_floor:
+        proof += [f"no plan at all takes less than {amount(found.floor_s / fastest, 's')}, {FLOOR}"]
+    if sharing is not None:
+        proof += ["times are those of ranks that all compute, and no rank is faster than with a core for itself"]
     tried = [f"{c.title}: {amount(c.step_s, 's', digits=6)}, at least {amount(c.bound_s, 's', digits=6)}" for c in found.tried]
     tried += [f"{title}: none of them takes less than {amount(bound, 's', digits=6)}" for title, bound in found.bounds.items()]
     tried += [f"{title}: {reason}" for title, reason in found.refused.items()]
-    bound_s, sharing = min(least_s, best.step_s), hardware.device.sharing
-    if sharing is not None:
-        bound_s /= sharing.speed(1)
-        proof += "; times are those of ranks that all compute, and no rank is faster than with a core for itself"
-    return Certificate(best.step_s, bound_s, proof, space, hardware.name, tuple(tried))
+    bound_s = min(least_s, best.step_s) / fastest
+    return Certificate(best.step_s, bound_s, "; ".join(proof), space, hardware.name, tuple(tried))
+
+
+def _proof(found: Found, best: Candidate) -> list[str]:
+    """Why nothing that was searched is below the bound."""
+    own = best.placed[0].proof
+    if best.is_mixed:
+        return [
+            "the placements offered were chosen before the stages; with them the bound holds for every split between blocks",
+            *_not_in_bound(found),
+        ]
+    proof = [own]
+    if best.is_simple:
+        proof += ["the bound is of other placements: the plan is a simple policy's, which the search has not bettered"]
+    elif best.plan.stages:
+        proof += ["the placement was chosen before the stages, of which the bound holds for every split between blocks"]
+    if found.tried_mixed:
+        proof += ["stages that differ were searched with the placements offered to them"]
+    return [*proof, *_not_in_bound(found)]
+
+
+def _not_in_bound(found: Found) -> list[str]:
+    if not found.unbounded:
+        return []
+    return [f"not in the bound: {first_of(found.unbounded)}, as no split of the placements chosen there fits"]
 
 
 def _space(graph: PlannableGraph, config: ComputeConfig, options: AutodistOptions, hardware: Hardware) -> Space:

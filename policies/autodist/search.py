@@ -38,6 +38,7 @@ from shardwright.policies.autodist.auditing import Auditor, Audits
 from shardwright.policies.autodist.bench import SCOUT, TRYING_SHARE, Bench
 from shardwright.policies.autodist.candidates import FURTHER_AXIS, Pace, divisors, inner_places, position_ranks, unlikely
 from shardwright.policies.autodist.clock import Clock
+from shardwright.policies.autodist.floor import floor_s
 from shardwright.policies.autodist.found import INTERRUPT, Attempt, Candidate, Found, Opening, Whereabouts
 from shardwright.policies.autodist.hidden import left_in_bound
 from shardwright.policies.autodist.mixing import Mixing
@@ -123,6 +124,8 @@ class Search:
         except KeyboardInterrupt:
             self.found.interrupted = INTERRUPT
         self.found.seconds = self.clock.seconds
+        device, times = self.bench.hardware.device, self.bench.times
+        self.found.floor_s = floor_s(self.graph, self.config, device, self.space.num_microbatches, times)
         return self.found
 
     def _search(self, openings: list[Opening]) -> None:

@@ -105,7 +105,7 @@ class Variants:
         """
         if len(self.listed) == 1 and not self.listed[0].title and not self.refused:
             return one(self.listed[0], time_limit_s, float("inf"))
-        began, total = time.monotonic(), Found(refused=dict(self.refused))
+        began, total = time.monotonic(), Found(refused=dict(self.refused), floor_s=math.inf)
         quickest_s = 0.0
         for index, variant in enumerate(self.listed):
             left = time_limit_s - (time.monotonic() - began)
@@ -140,6 +140,7 @@ def _add(total: Found, found: Found, variant: Variant, time_limit_s: float) -> N
     total.unbounded += [f"{title}, {variant.title}" for title in found.unbounded]
     total.not_compared += [f"{title}, {variant.title}" for title in found.not_compared]
     total.is_compared |= found.is_compared
+    total.floor_s = min(total.floor_s, found.floor_s)
     total.unanswered |= {f"{title}, {variant.title}": bound for title, bound in found.unanswered.items()}
     if found.interrupted is not None:
         total.interrupted = INTERRUPT if found.interrupted == INTERRUPT else _time_over(time_limit_s)

@@ -15,10 +15,8 @@ from shardwright.compiler.cost.device import Device
 from shardwright.compiler.cost.efficiency import EfficiencyTable
 from shardwright.compiler.cost.local import local_call
 from shardwright.compiler.cost.operators import OperatorTimes
-from shardwright.compiler.passes.lower import drop_outputs
-from shardwright.compiler.plan.builder import PlannableGraph
-from shardwright.compiler.plan.outputs import output_wishes
-from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.passes.outputs import needed
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.layout import Mesh
 
@@ -27,18 +25,16 @@ FLOOR = "the arithmetic of the model at the best rate of the device, dealt out e
 
 
 def floor_s(
-    graph: PlannableGraph, config: ComputeConfig, device: Device, num_microbatches: int, times: OperatorTimes | None = None
+    graph: IRGraph, config: ComputeConfig, device: Device, num_microbatches: int, times: OperatorTimes | None = None
 ) -> float:
     """Seconds per step that no plan of ``config.plan_ngpus`` ranks is below. 0 with measured ``times`` of operators, which are
     not bounded by any rate.
     """
     if times is not None and times.entries:
         return 0.0
-    best, alone = _at_best(device), Mesh(())
-    needed = drop_outputs(graph, Plan(alone, outputs=output_wishes(graph, config)))
-    total_s = 0.0
-    for op in needed.ops:
-        call = local_call(op, {}, alone)
+    best, total_s = _at_best(device), 0.0
+    for op in needed(graph, config).ops:
+        call = local_call(op, {}, Mesh(()))
         forward_s, backward_s = arithmetic_s(call, call.differentiated, best)
         total_s += forward_s + (0.0 if config.inference_only else backward_s)
     return num_microbatches * total_s / config.plan_ngpus
@@ -48,9 +44,7 @@ def _at_best(device: Device) -> Device:
     """A device that does all products at the best rate that this one has for any."""
     efficiency = device.matmul_efficiency
     if isinstance(efficiency, Mapping):
-        tables = {
-            dtype: EfficiencyTable((1,), (1,), (1,), (max(table.fractions),)) for dtype, table in efficiency.items()
-        }
+        tables = {dtype: EfficiencyTable((1,), (1,), (1,), (max(table.fractions),)) for dtype, table in efficiency.items()}
         return replace(device, matmul_efficiency=tables)
     tiles = 1.0 if device.tiles is None else max(fraction for *_, fraction in device.tiles.shapes)
     return replace(device, matmul_efficiency=efficiency * tiles, tiles=None)

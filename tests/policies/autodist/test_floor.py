@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.device import Tiling
 from shardwright.compiler.cost.efficiency import EfficiencyTable
 from shardwright.compiler.cost.hardware import Hardware, load_hardware
 from shardwright.compiler.cost.operators import OperatorTimes, OpTime
-from shardwright.compiler.passes.lower import lower
+from shardwright.compiler.cost.optimizer_memory import ADAM
 from shardwright.compiler.plan.amounts import amount
-from shardwright.compiler.plan.plan import Batch
+from shardwright.compiler.plan.plan import Batch, Plan
+from shardwright.policies.autodist.auditing import Auditor
 from shardwright.policies.autodist.floor import FLOOR, floor_s
 from shardwright.policies.autodist.found import Found
 from shardwright.policies.autodist.options import AutodistOptions
@@ -76,34 +76,43 @@ def test_the_best_rate_of_a_device():
     assert floor_s(graph, config, plain, 1, OperatorTimes({"linear": OpTime(1.0, 1.0)})) == 0.0
 
 
-def fast_links(hardware: Hardware) -> Hardware:
-    """Nothing but arithmetic takes time."""
-    device = replace(hardware.device, bytes_per_s=1e18, launch_s=0.0, host_s=(0.0, 0.0))
-    return replace(hardware, device=device)
+def only_arithmetic(preset: str, num_devices: int) -> Hardware:
+    """A machine on which nothing else takes time."""
+    found = load_hardware(preset, num_devices)
+    device = replace(
+        found.device, bytes_per_s=1e18, streams=None, rates={}, fetch_bytes_per_s=None, launch_s=0.0, host_s=(0.0, 0.0)
+    )
+    tiers = tuple(
+        replace(tier, latency_s=0.0, bytes_per_s=1e18, kinds={}, uplink_bytes_per_s=None, fabric_bytes_per_s=None)
+        for tier in found.tiers
+    )
+    return replace(found, device=device, tiers=tiers)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-uneven", "resnet", "t5", "unet"])
+@pytest.mark.parametrize("name", ["gpt2", "llama-uneven", "resnet"])
 @pytest.mark.parametrize("preset", ["a100-80gb", "cpu"])
 def test_no_random_plan_is_below(name, preset):
     graph, rng = plans.zoo_graph(name), random.Random(name)
     for sizes in ({"a": 2}, {"a": 2, "b": 2}, {"a": 3}):
         mesh = Mesh.of(sizes)
-        hardware, config = fast_links(load_hardware(preset, mesh.size)), config_of(mesh.size)
+        hardware, config = only_arithmetic(preset, mesh.size), config_of(mesh.size)
         least = floor_s(graph, config, hardware.device, 1)
         assert least > 0
-        for _ in range(4):
-            program = plans.compile_plan(plans.zoo_traced(name), plans.random_plan(graph, mesh, rng)).program
-            assert audit(program, config, hardware).step_s >= least
+        for _ in range(3):
+            plan, wanted = plans.random_plan(graph, mesh, rng), planning.request(graph, mesh, hardware)
+            assert planning.audited_s(graph, plan, wanted) >= least
 
 
 @pytest.mark.parametrize("policy", ["tp", "data", "pp", "hybrid"])
 def test_no_plan_of_a_policy_is_below(policy):
     graph = plans.zoo_graph("gpt2")
     pipeline = {"use_end2end": True, "pas_config": {"pipeline_nmicros": 4}} if policy in ("pp", "hybrid") else {}
-    config, hardware = config_of(4, outputs="loss", **pipeline), load_hardware("a100-80gb", 4)
-    plan = find_policy(policy).apply(graph, config)
-    least = floor_s(graph, config, hardware.device, 4 if pipeline else 1)
-    assert 0 < least <= audit(lower(graph, plan), config, hardware).step_s
+    config, hardware = config_of(4, outputs="loss", **pipeline), only_arithmetic("a100-80gb", 4)
+    applied, count = find_policy(policy).apply(graph, config), 4 if pipeline else 1
+    plan = applied if isinstance(applied, Plan) else applied.plan
+    assert plan is not None
+    cost = Auditor(graph, config, hardware, count, ADAM, None)(plan)
+    assert 0 < floor_s(graph, config, hardware.device, count) <= cost.step_s
 
 
 def test_what_is_said_of_a_plan_on_a_mesh_that_was_not_searched():
@@ -121,8 +130,8 @@ def test_what_is_said_of_a_plan_on_a_mesh_that_was_not_searched():
     stated = settled(ended, config, hardware).certificate
     assert stated is not None and stated.bound_s == least
     assert stated.proof == (
-        f"{FLOOR}; the search was ended by the time limit of 1 s; the simple policies may have a better plan: there was no time "
-        "to compare it with any of them"
+        f"{FLOOR}; the search was ended by the time limit of 1 s; the simple policies may have a better plan: "
+        "there was no time to compare it with any of them"
     )
     assert stated.space == f"{found.best.title}; every plan of so many ranks"
 

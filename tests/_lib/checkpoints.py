@@ -15,6 +15,7 @@ import torch
 import zoo
 from precision import float64_casts
 from torch import Tensor, nn
+from traces import shared_traces
 
 import shardwright
 import shardwright.runtime.checkpoint.save  # (not later: under float64_casts its table of dtypes would be wrong)
@@ -49,7 +50,7 @@ def compiled(name: str, policy: str, plan_ngpus: int, units: int = 1) -> Path:
     config = {"plan_ngpus": plan_ngpus, "runtime_ngpus": plan_ngpus * units, "outputs": "loss", "grad_reduction": "mean"}
     policy, _, stage = policy.partition("+zero")
     config["use_zero"] = int(stage or 0)
-    with warnings.catch_warnings(), float64_casts():
+    with warnings.catch_warnings(), float64_casts(), shared_traces(name):
         warnings.simplefilter("ignore")
         model, inputs = copy.deepcopy(model_of(name)), zoo.get(name).inputs()
         shardwright.parallelize(model, inputs, policy, config, gen_savedir=folder.name, load_module=False)

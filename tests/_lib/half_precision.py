@@ -12,6 +12,7 @@ import torch
 import zoo
 from precision import float64_casts
 from torch import Tensor, nn
+from traces import shared_traces
 
 from shardwright.compiler.verification.ranks import train_plan
 from shardwright.compiler.verification.reference import adamw
@@ -85,7 +86,8 @@ def compared(name: str, policy: str, config: ComputeConfig, directory: Path) -> 
     model = entry.build().float()
     cast = (CastClassifier if "images" in entry.inputs() else CastLanguageModel)(model, torch.bfloat16)
     inputs = {k: v for k, v in in_dtype(entry.inputs(), torch.float32).items() if k in ("input_ids", "images", "labels")}
-    files = compile_into(directory, cast, inputs, policy, config)
+    with shared_traces(f"{name} under autocast"):
+        files = compile_into(directory, cast, inputs, policy, config)
     units = config.runtime_ngpus // config.plan_ngpus
     per_unit = [[rolled(inputs, k * units + unit) for k in range(_num_samples(files, config))] for unit in range(units)]
     samples = [sample for unit in per_unit for sample in unit]

@@ -15,6 +15,7 @@ import torch
 import zoo
 from precision import float64_casts
 from torch import Tensor, nn
+from traces import shared_traces
 
 import shardwright
 from shardwright.compiler.verification.samples import rolled
@@ -137,7 +138,7 @@ def compiled(case: Case) -> Path:
     """The generated files of a case."""
     folder = tempfile.TemporaryDirectory()
     _folders.append(folder)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), shared_traces(case.name):
         warnings.simplefilter("ignore")
         model = copy.deepcopy(model_of(case.name, case.dtype))
         shardwright.parallelize(

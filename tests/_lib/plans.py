@@ -15,6 +15,7 @@ import zoo
 from parity import Reference, assert_close_tree, reference_run, tensors_of
 from precision import float64_casts
 from torch import Tensor, nn
+from traces import shared_trace
 
 from shardwright.compiler.compile import Compiled, annotate, compile_graph, pass_manager
 from shardwright.compiler.ir.graph import IRGraph
@@ -50,7 +51,8 @@ def annotated(graph: IRGraph) -> PlannableGraph:
 def zoo_traced(name: str) -> IRGraph:
     """The graph of a model of the zoo. Graphs are immutable: all tests of a process share it."""
     entry = zoo.get(name)
-    return traced(entry.build(), entry.inputs())
+    with float64_casts():
+        return shared_trace(name, entry.build(), entry.inputs())
 
 
 @functools.cache

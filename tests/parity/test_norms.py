@@ -12,6 +12,7 @@ import torch
 from loss_scaling import overflow
 from precision import float64_casts
 from torch import Tensor
+from traces import shared_traces
 
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.plan.builder import PlannableGraph
@@ -80,7 +81,8 @@ def check(name: str, folder: Path, value: float | None = None) -> None:
     config = ComputeConfig(
         use_end2end=True, pas_config={"num_microbatches": 2} if policy in ("pp", "hybrid") else {}, **options
     )
-    files = compile_into(folder, model(), tiny_gpt.dummy_args(), policy, config)
+    with shared_traces("tiny GPT without dropout"):
+        files = compile_into(folder, model(), tiny_gpt.dummy_args(), policy, config)
 
     def clipped(rank: int) -> tuple[Tensor, dict[str, Tensor | None]]:
         module = load_class(files)()

@@ -12,6 +12,7 @@ import zoo
 from parity import assert_close_tree
 from precision import float64_casts
 from torch import Tensor, nn
+from traces import shared_traces
 
 from shardwright.compiler.verification.ranks import train_plan
 from shardwright.compiler.verification.reference import adamw, reference_run
@@ -60,7 +61,8 @@ def check(
 def test_samples_of_several_sizes_in_one_step(tmp_path: Path, name: str, sizes: dict[str, Any]) -> None:
     entry = zoo.get(name)
     samples = [entry.inputs(batch=batch, seq=seq) for batch, seq in SIZES]
-    check(tmp_path, entry.build(), samples, sizes, dynamic_dims=DIMS)
+    with shared_traces(name):
+        check(tmp_path, entry.build(), samples, sizes, dynamic_dims=DIMS)
 
 
 class Modes(nn.Module):
@@ -105,13 +107,15 @@ MODES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("sizes", MODES, ids=lambda sizes: f"{sizes['plan_ngpus']}-{sizes.get('schedule', '1f1b')}")
 def test_a_step_does_what_the_model_does_in_its_mode(tmp_path: Path, sizes: dict[str, Any], training: bool) -> None:
     model = Modes().double().train(training)
-    check(tmp_path, model, rows(4), sizes)
+    with shared_traces("modes"):
+        check(tmp_path, model, rows(4), sizes)
 
 
 @pytest.mark.parametrize("sizes", MODES, ids=lambda sizes: f"{sizes['plan_ngpus']}-{sizes.get('schedule', '1f1b')}")
 def test_inference_between_steps_of_training(tmp_path: Path, sizes: dict[str, Any]) -> None:
     model, samples = Modes().double(), rows(4)
-    directory, config = compiled(tmp_path, model, samples[0], {**sizes, "num_microbatches": 4})
+    with shared_traces("modes"):
+        directory, config = compiled(tmp_path, model, samples[0], {**sizes, "num_microbatches": 4})
 
     def on_rank(_: int) -> list[Any]:
         module = load_class(directory)()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from traces import shared_traces
 from verified import verify_zoo
 from watched import inputs as watched_inputs
 from watched import watched
@@ -63,6 +64,11 @@ class Deep(torch.nn.Module):
 TRAINING = [name for name, method in SCHEDULES.items() if method.trains]
 
 
+def verify_deep(*args: Any) -> VerifyReport:
+    with shared_traces("deep"):
+        return verify(Deep(), *args)
+
+
 def check_schedule(schedule: str, num_ranks: int, numbers_of_microbatches: Iterable[int]) -> None:
     generator = torch.Generator().manual_seed(1)
     inputs = {name: torch.randn(3, 6, generator=generator) for name in ("x", "target")}
@@ -70,7 +76,7 @@ def check_schedule(schedule: str, num_ranks: int, numbers_of_microbatches: Itera
         if SCHEDULES[schedule].whole_rounds and num_microbatches % num_ranks:
             continue
         sizes = {"policy": "pp", "plan_ngpus": num_ranks, "runtime_ngpus": num_ranks}
-        check(partial(verify, Deep(), inputs), {**sizes, "schedule": schedule, "num_microbatches": num_microbatches})
+        check(partial(verify_deep, inputs), {**sizes, "schedule": schedule, "num_microbatches": num_microbatches})
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
@@ -118,14 +124,14 @@ def test_a_stage_recomputed_as_a_whole() -> None:
 def test_a_schedule_by_hand() -> None:
     inputs = {name: torch.ones(3, 6) for name in ("x", "target")}
     by_hand = {"actions": ["0F0 0F1 0F2 0B2 0B0 0B1", "1F0 1F1 1F2 1B2 1I0 1I1 1W1 1W0"]}
-    check(partial(verify, Deep(), inputs), {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2, **by_hand})
+    check(partial(verify_deep, inputs), {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2, **by_hand})
 
 
 def test_a_schedule_by_hand_that_waits_in_a_circle() -> None:
     inputs = {name: torch.ones(3, 6) for name in ("x", "target")}
     circle = {"actions": ["0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1"]}
     with pytest.raises(PlanError) as error:
-        check(partial(verify, Deep(), inputs), {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2, **circle})
+        check(partial(verify_deep, inputs), {"policy": "pp", "plan_ngpus": 2, "runtime_ngpus": 2, **circle})
     assert "0B0" in str(error.value) and "1F1" in str(error.value) and "0F1" in str(error.value)
 
 

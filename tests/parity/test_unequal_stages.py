@@ -10,6 +10,7 @@ import torch
 from checkpoints import assert_same
 from parity import assert_close_tree
 from tied import SAMPLES, Tied
+from traces import shared_traces
 from unequal import unequal
 from verified import verify_zoo
 
@@ -69,7 +70,8 @@ def test_units_and_ways_to_reduce(name: str, case: str, num_units: int, settings
 
 def compiled(folder: Path, case: str, num_ranks: int) -> Path:
     config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=True)
-    return compile_into(folder, Tied(), SAMPLES[0], unequal(*PIPELINES[case]), config)
+    with shared_traces("tied"):
+        return compile_into(folder, Tied(), SAMPLES[0], unequal(*PIPELINES[case]), config)
 
 
 def test_copies_follow_their_owner_under_any_optimizer(tmp_path: Path) -> None:

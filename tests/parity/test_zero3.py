@@ -13,6 +13,7 @@ import zoo
 from precision import float64_casts
 from spawn import run_processes
 from torch import Tensor, nn
+from traces import shared_traces
 from verified import verify_zoo
 
 from shardwright.compiler.verification.reference import OptimizerFactory, adamw
@@ -96,7 +97,7 @@ def test_without_the_reduce_scatter_gradients_are_wrong_and_losses_right(monkeyp
 
 def compiled(folder: Path, case: Case) -> Path:
     entry = zoo.get(case[0])
-    with float64_casts():
+    with float64_casts(), shared_traces(case[0]):
         return compile_into(folder, entry.build(), entry.inputs(), case[1], ComputeConfig.of(config_of(case)))
 
 

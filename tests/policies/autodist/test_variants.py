@@ -15,6 +15,7 @@ import plans
 import pytest
 import torch
 import zoo
+from traces import shared_trace, shared_traces
 
 from shardwright import parallelize
 from shardwright.compiler.cache import read_plan
@@ -48,11 +49,12 @@ def config_of(plan_ngpus: int, units: int, use_zero: Any = "auto", **options: An
 
 def searched(name: str, config: ComputeConfig) -> SearchedPlan:
     entry = zoo.get(name)
-    return search_plan(entry.build(), entry.inputs(), config)
+    with shared_traces(name):
+        return search_plan(entry.build(), entry.inputs(), config)
 
 
 def compiled(name: str, found: SearchedPlan, config: ComputeConfig) -> Compiled:
-    graph = trace(zoo.get(name).build(), found.dummy_args)
+    graph = shared_trace(name, zoo.get(name).build(), found.dummy_args)
     return compile_graph(graph, lambda g, c: found.plan, config, policy_name="autodist")
 
 
@@ -60,7 +62,7 @@ def compiled(name: str, found: SearchedPlan, config: ComputeConfig) -> Compiled:
 def alone(size: int, num_microbatches: int, stage: int, limit_bytes: float) -> float:
     """Seconds per step of the best plan of a search with the stage and the size given, infinite if nothing fits."""
     entry = zoo.get("mlp")
-    graph = planning.graph_of(entry.build(), resized(entry.inputs(), MLP_DIMS, size))
+    graph = plans.annotated(shared_trace("mlp", entry.build(), resized(entry.inputs(), MLP_DIMS, size)))
     options = AutodistOptions(update_freq=num_microbatches, memory_limit_gb=limit_bytes * 1e-9)
     found = search(graph, config_of(1, 4, stage), options, load_hardware("a100-80gb", 4))
     return found.best.step_s if found.best else float("inf")
@@ -260,7 +262,7 @@ def test_groups_and_scattering_hold_where_there_is_a_stage() -> None:
 
 def refusal(config: ComputeConfig, inputs: Mapping[str, Any] | None = None, name: str = "mlp") -> str:
     entry = zoo.get(name)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as caught, shared_traces(name):
         PlanSearch.of(entry.build(), inputs or entry.inputs(), config)
     return str(caught.value)
 

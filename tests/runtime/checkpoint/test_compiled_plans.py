@@ -9,6 +9,7 @@ import torch
 from checkpoints import assert_same
 from tied import SAMPLES, Tied
 from torch import Tensor
+from traces import shared_traces
 
 import shardwright
 from shardwright.compiler.verification.reference import adamw
@@ -77,7 +78,8 @@ def test_training_goes_on_under_another_plan(tmp_path: Path, tour: tuple[str, ..
             pas_config=options,
             grad_reduction="mean",
         )
-        directory = compile_into(tmp_path / name, Tied(), SAMPLES[0], policy, config)
+        with shared_traces("tied"):
+            directory = compile_into(tmp_path / name, Tied(), SAMPLES[0], policy, config)
 
         def on_rank(_: int, directory: Path = directory, number: int = number, merged: Any = merged) -> Any:
             module = load_class(directory)()

@@ -288,7 +288,8 @@ def _input_names(instances: list[Run]) -> list[str]:
 
 def axis_lines(lines: Iterable[Line], axes: tuple[str, ...]) -> list[Line]:
     """``tp = self.axis("tp")`` for the axes that the lines use."""
-    names = {name for line in lines for name in names_read(line.code)}
+    speaking = (line.code for line in lines if any(axis in line.code for axis in axes))
+    names = {name for code in speaking for name in names_read(code)}
     return [Line(f'{axis} = self.axis("{axis}")') for axis in axes if axis in names]
 
 

@@ -52,6 +52,7 @@ def canonical(layout: Layout, mesh: Mesh, *, differentiable: bool = True) -> Lay
     return _build(layout.shape, State.of(layout, mesh, differentiable=differentiable))
 
 
+@functools.lru_cache(maxsize=65536)
 def convert(source: Layout, target: Layout, mesh: Mesh, *, differentiable: bool = True) -> tuple[AdapterStep, ...]:
     """The steps from ``source`` to ``target``; none when they are the same layout."""
     shape = source.shape

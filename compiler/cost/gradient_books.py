@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwright.compiler.cost.ledger import Ledger
-from shardwright.compiler.cost.optimizer_memory import OptimizerMemory, gradient_bytes, is_split, state_bytes
-from shardwright.compiler.cost.trained import Trained, updated_shares
+from shardwright.compiler.cost.optimizer_memory import OptimizerMemory, gradient_bytes, is_split
+from shardwright.compiler.cost.trained import Trained, most_state_bytes, updated_shares
 from shardwright.compiler.cost.whole_memory import WholeTensors
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.zero.settings import ReductionSettings
@@ -72,11 +72,9 @@ class GradientBooks:
         self._mine: dict[_Bucket, int] = {}
         self._exchanges: list[int] = []
         exchanged = [item for item in trained if item.cut and self._shares.get(item.name, 1)]
-        self._wholes = WholeTensors(ledger, exchanged, config, optimizer)
-        for item in trained:
-            share = float(item.name in self._wholes.owned) if item.cut else self._shares.get(item.name, 1)
-            kept = state_bytes(optimizer, item.updated_shape, item.dtype, config) * share
-            ledger.hold(ledger.new(round(kept), "optimizer"))
+        self._wholes = WholeTensors(ledger, exchanged, config)
+        local = [item for item in trained if item.name not in self._bucket_of]
+        ledger.hold(ledger.new(round(most_state_bytes([*dealt, *local], optimizer, config)), "optimizer"))
         for bucket in self._buckets:
             if not bucket.is_split or (self._settings.contiguous_gradients and not self._settings.frees_gradients):
                 self._allocate(bucket)

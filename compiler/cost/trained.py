@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from shardwright.compiler.cost.optimizer_memory import OptimizerMemory, state_bytes
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.zero.settings import ReductionSettings
 from shardwright.runtime.zero.split import balanced_owners
 
 
@@ -49,7 +48,7 @@ class Trained:
 
 
 def updated_shares(packed: Sequence[Trained], optimizer: OptimizerMemory, config: ComputeConfig) -> Mapping[str, float]:
-    """By name, the share of a parameter that the rank updates which keeps the most state. ``packed``: in the order in which
+    """By name, the share of a parameter that the rank updates which needs most for that. ``packed``: in the order in which
     buckets hold them.
 
     An optimizer that treats every element by itself updates an even share. Any other one gets whole parameters, each on one
@@ -58,45 +57,68 @@ def updated_shares(packed: Sequence[Trained], optimizer: OptimizerMemory, config
     """
     if optimizer.is_elementwise:
         return {item.name: 1 / item.shards for item in packed}
-    groups: dict[tuple[object, int], list[Trained]] = {}
-    for item in packed:
-        groups.setdefault((item.group, item.shards), []).append(item)
+
+    def needed_bytes(item: Trained) -> float:
+        values_and_gradients = 2 * item.whole_elements * item.dtype.itemsize if item.cut else 0
+        return state_bytes(optimizer, item.updated_shape, item.dtype, config) + values_and_gradients
+
     shares: dict[str, float] = {}
-    for (_, num_ranks), items in groups.items():
-        owners = balanced_owners([item.num_elements for item in items], num_ranks)
-        kept = [0.0] * num_ranks
-        for item, owner in zip(items, owners, strict=True):
-            kept[owner] += 0.0 if item.cut else state_bytes(optimizer, item.shape, item.dtype, config)
-        for rank in range(num_ranks):
-            exchanged = [item for item, owner in zip(items, owners, strict=True) if item.cut and owner == rank]
-            kept[rank] += most_owned(exchanged, config, optimizer)[1]
-        most = max(range(num_ranks), key=kept.__getitem__)
-        shares |= {item.name: float(owner == most) for item, owner in zip(items, owners, strict=True)}
+    for ranks in _dealt(packed):
+        most = max(ranks, key=lambda items: _most(items, needed_bytes))
+        shares |= {item.name: float(items is most) for items in ranks for item in items}
     return shares
 
 
-def most_owned(exchanged: Sequence[Trained], config: ComputeConfig, optimizer: OptimizerMemory) -> tuple[frozenset[str], float]:
-    """Of the whole tensors that the plan cuts, the names of those that the rank owns for which state, values and gradients of
-    its wholes take most, and how many bytes. Owners are those of ``runtime.zero.exchange``.
+def most_state_bytes(packed: Sequence[Trained], optimizer: OptimizerMemory, config: ComputeConfig) -> float:
+    """Of the optimizer's state on the rank that keeps most, which need not be the one of :func:`updated_shares`."""
+
+    def kept_bytes(item: Trained) -> float:
+        return state_bytes(optimizer, item.updated_shape, item.dtype, config)
+
+    if optimizer.is_elementwise:
+        return sum(kept_bytes(item) / item.shards for item in packed)
+    return sum(max(_most(items, kept_bytes) for items in ranks) for ranks in _dealt(packed))
+
+
+def _dealt(packed: Iterable[Trained]) -> Iterator[list[list[Trained]]]:
+    """For each group that splits its state, what each of its ranks updates; all that is not split, together."""
+    groups: dict[object, list[Trained]] = {}
+    for item in packed:
+        groups.setdefault((item.group, item.shards) if item.shards > 1 else None, []).append(item)
+    for items in groups.values():
+        ranks: list[list[Trained]] = [[] for _ in range(items[0].shards)]
+        for item, owner in zip(items, balanced_owners([item.num_elements for item in items], len(ranks)), strict=True):
+            ranks[owner].append(item)
+        yield ranks
+
+
+def _most(items: Sequence[Trained], weigh: Callable[[Trained], float]) -> float:
+    """What of ``items`` weighs on the rank that has most: all that the plan leaves whole, and what it owns of the rest."""
+    return sum(weigh(item) for item in items if not item.cut) + most_owned([item for item in items if item.cut], weigh)[1]
+
+
+def most_owned(exchanged: Iterable[Trained], weigh: Callable[[Trained], float]) -> tuple[frozenset[str], float]:
+    """Of the whole tensors that the plan cuts, the names of those of the rank whose own weigh most, and how much that is.
+
+    Owners are those of ``runtime.zero.exchange``: the largest tensor first, each to the rank that has least.
     """
-    axes = {axis: size for item in exchanged for axis, size in item.cut}
+    ordered = sorted(exchanged, key=lambda item: (-item.whole_elements, item.name))
+    axes = {axis: size for item in ordered for axis, size in item.cut}
     loads = dict.fromkeys(itertools.product(*map(range, axes.values())), 0)
-    held = dict.fromkeys(loads, 0.0)
+    weights = dict.fromkeys(loads, 0.0)
     owned: dict[tuple[int, ...], list[str]] = {place: [] for place in loads}
-    settings = ReductionSettings.of(config, config.num_units)
     groups: dict[object, list[list[tuple[int, ...]]]] = {}
-    for item in sorted(exchanged, key=lambda item: (-item.whole_elements, item.name)):
+    for item in ordered:
         if item.cut not in groups:
             groups[item.cut] = _alike(loads, [axis not in dict(item.cut) for axis in axes])
-        num_bytes = state_bytes(optimizer, item.whole, item.dtype, config)
-        num_bytes += item.whole_elements * (item.dtype.itemsize + settings.state_dtype(item.dtype).itemsize)
+        weight = weigh(item)
         for group in groups[item.cut]:
             owner = min(group, key=loads.__getitem__)
             loads[owner] += item.whole_elements
-            held[owner] += num_bytes
+            weights[owner] += weight
             owned[owner].append(item.name)
-    most = max(held, key=held.__getitem__)
-    return frozenset(owned[most]), held[most]
+    most = max(weights, key=weights.__getitem__)
+    return frozenset(owned[most]), weights[most]
 
 
 def _alike(places: Iterable[tuple[int, ...]], kept: Sequence[bool]) -> list[list[tuple[int, ...]]]:

@@ -1,8 +1,8 @@
 """The whole tensors of parameters that the plan cuts, in the books of the rank that owns most of them.
 
 Owners are those that ``runtime.zero.exchange`` finds, the largest tensor first, each to the rank that has least, and tensors
-travel in its batches. An owner keeps the state of its wholes. While the optimizer steps it holds their values too (masters from
-step to step), and from the sums of the gradients until these are cleared the wholes of its gradients.
+travel in its batches. While the optimizer steps an owner holds the values of its wholes (masters from step to step), and
+from the sums of the gradients until these are cleared the wholes of its gradients.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from shardwright.compiler.cost.ledger import Ledger
-from shardwright.compiler.cost.optimizer_memory import OptimizerMemory
 from shardwright.compiler.cost.trained import Trained, most_owned
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.zero.settings import ReductionSettings
@@ -27,10 +26,10 @@ class WholeTensors:
     name, those that the rank with most of them owns.
     """
 
-    def __init__(self, ledger: Ledger, exchanged: Sequence[Trained], config: ComputeConfig, optimizer: OptimizerMemory) -> None:
+    def __init__(self, ledger: Ledger, exchanged: Sequence[Trained], config: ComputeConfig) -> None:
         self._ledger, self._exchanged = ledger, exchanged
         self._settings = ReductionSettings.of(config, config.num_units)
-        self.owned, _ = most_owned(exchanged, config, optimizer)
+        self.owned, _ = most_owned(exchanged, lambda item: item.whole_elements * item.dtype.itemsize)
         self._values: list[int] = []
 
     def gather(self) -> None:

@@ -22,6 +22,7 @@ from shardwright.compiler.cost.hardware import Hardware, load_hardware
 from shardwright.compiler.cost.memory import program_memory
 from shardwright.compiler.cost.optimizer_memory import OptimizerMemory
 from shardwright.compiler.cost.optimizer_state import NamedOptimizer
+from shardwright.compiler.cost.trained import Trained, most_state_bytes, updated_shares
 from shardwright.compiler.cost.wholes import WHOLES, Exchange, exchange_of
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.plan.zero import units_of_storage
@@ -260,3 +261,20 @@ def test_wholes_and_their_state_count_on_their_owner(name: str, runtime: int, fi
     assert told.moment in ("optimizer step", "exchange of whole tensors")
     if name == "Muon" and not fields:
         assert told.by_category["optimizer"] == 4 * (256 * 256 + 256 * 32)  # mid; and down, which tp does not cut
+
+
+def test_most_state_may_be_elsewhere_than_the_largest_tensors() -> None:
+    """Of two copies one updates a matrix with short edges for its size, the other one nine thin ones, that with longer edges
+    together. No bound of a planner, which counts the mean, is above what is counted of state."""
+    config = ComputeConfig(plan_ngpus=1, runtime_ngpus=2, use_zero=1)
+    adafactor = OptimizerMemory(named=NamedOptimizer("Adafactor"))
+
+    def trained(name: str, rows: int, columns: int) -> Trained:
+        piece, whole = (rows, columns), (2 * rows, columns)
+        return Trained(name, piece, torch.float32, 2, 2, "units", whole=whole, cut=(("tp", 2),))
+
+    items = [trained("large", 200, 400), *(trained(f"thin {i}", 10, 800) for i in range(9))]
+    shares = updated_shares(items, adafactor, config)
+    assert {name for name, share in shares.items() if share} == {"large"}
+    thin = 4 * (20 + 800) + 4  # rows, columns and a step of each; five of nine on one of two ranks
+    assert most_state_bytes(items, adafactor, config) == 5 * thin

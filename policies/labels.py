@@ -1,17 +1,29 @@
-"""Choose R or G for every operator that an axis does not split, so that the least is communicated: an exact minimum cut.
+"""Choose P, R or G for every operator that an axis does not split, so that the least is communicated: minimum cuts.
 
-Along one axis, some operators split a dim; the others are computed on every rank, either with whole gradients (R) or with
-summands of gradients (G). Between neighbours, R -> G costs an all-reduce of the gradient, G -> R nothing; a value that a split
-operator made costs twice as much gathered for G as for R; a slice of an R value costs a gather of its gradient. All of that is
-pairwise between two-valued choices and never prefers unlike neighbours, so the best choice for the whole graph is a minimum
-cut: operators on the source side are R, on the sink side G. Fewer key/value heads than ranks come out of it as G, as Megatron
-users know them; layer norms between row- and column-parallel products as R. (Not pairwise, and priced as if they were: a value
-that a split operator cuts along one dim and others read cut along another, and one that is read in three or more cuts.)
+Along one axis, some operators split a dim. All others may be computed on every rank, either with whole gradients (R) or with
+summands of gradients (G); those that are linear in a partial sum may also pass it on (P). Between neighbours the three are a
+ladder, P < R < G: a step up costs an all-reduce, from P to R that of the value and from R to G that of its gradient, a step
+down nothing. A value made in pieces costs a gather for R and as much again for G; a piece cut out of P costs half an
+all-reduce, and its gradient, below G, as much. Such costs never prefer unlike neighbours, so with a node for each step of the
+ladder the best labels of the whole graph are a minimum cut (Ishikawa 2003, "Exact optimization for Markov random fields with
+convex priors").
+
+Fewer key/value heads than ranks come out of it as G, as Megatron users know them; layer norms between row- and column-parallel
+products as R; and what experts compute is weighted and summed over the chosen ones as P, before the one all-reduce. Of equal
+choices R is made, so that a sum is deferred only where less is sent for it.
+
+One cost is of another kind: where an operator passes a partial sum on, the gradients of its other operands (the routing
+weights) are summands, so that P wants these in G. The first cut charges the all-reduce of such a gradient in any case, which is
+never too little; a second one finds the R and G that are best for the sums deferred by then. So these never cost more than sums
+reduced at once, though one that might have been deferred may not be. (Not pairwise, and priced as if they were: a value that a
+split operator cuts along one dim and others read cut along another, and one that is read in three or more cuts.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from ortools.graph.python import max_flow
@@ -21,16 +33,28 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.size import product
 from shardwright.compiler.ir.value import IRValue, ValueKind
-from shardwright.compiler.ops.strategy import layouts, placements
+from shardwright.compiler.ops.rule import OpRule
+from shardwright.compiler.ops.strategy import Strategy, layouts, placements
 from shardwright.compiler.plan.conversion import canonical
 from shardwright.runtime.layout import Mesh
 
+_LOW, _HIGH = 0, 1
 _FOREVER = 1 << 52
-_UNIT = 16  # an element; the tie-breaker below is less than that
+_UNIT = 16  # a byte; the tie-breaker below is less than that
+
+
+class _Label(NamedTuple):
+    """A place on the ladder, as two nodes of the cut: ``whole`` is high from R on, ``summand`` (of the gradient) for G only."""
+
+    whole: int
+    summand: int
+
+
+_LABELS = {"P": _Label(_LOW, _LOW), "R": _Label(_HIGH, _LOW), "G": _Label(_HIGH, _HIGH)}
 
 
 class _Cut:
-    """A cut problem: node 0 is R, node 1 is G. ``cost(a, b, c)``: pay c if a is R and b is G."""
+    """A cut problem. A node is low, on the side of node 0, or high, on that of node 1."""
 
     def __init__(self) -> None:
         self.arcs: list[tuple[int, int, int]] = []
@@ -40,104 +64,163 @@ class _Cut:
         self.num_nodes += 1
         return self.num_nodes - 1
 
-    def pay(self, r_side: int, g_side: int, cost: float) -> None:
-        """Pay ``cost`` where the first is R and the second G."""
-        if r_side != g_side and cost > 0:
-            self.arcs.append((r_side, g_side, min(_FOREVER, round(cost * _UNIT))))
+    def pay(self, low: int, high: int, cost: float) -> None:
+        """Pay ``cost`` where the first is low and the second high."""
+        if low != _HIGH and high != _LOW and cost > 0:
+            self.arcs.append((low, high, min(_FOREVER, round(cost * _UNIT))))
+
+    def forbid(self, low: int, high: int) -> None:
+        """The first is not low where the second is high."""
+        self.pay(low, high, _FOREVER)
 
     def solve(self) -> set[int]:
-        """The nodes that are G."""
+        """The nodes that are high: between equal solutions, in that with the fewest low nodes."""
         flow = max_flow.SimpleMaxFlow()
         if not self.arcs:
-            return {1}
+            return {_HIGH}
         tails, heads, capacities = (np.array(column) for column in zip(*self.arcs, strict=True))
         flow.add_arcs_with_capacity(tails, heads, capacities)
-        status = flow.solve(0, 1)
+        status = flow.solve(_LOW, _HIGH)
         assert status == flow.OPTIMAL, status
         return set(range(self.num_nodes)) - set(flow.get_source_side_min_cut())
 
 
-def label(graph: IRGraph, splits: Mapping[str, str], axis_size: int) -> dict[str, str]:
-    """Operator name to ``R`` or ``G`` for the operators not in ``splits`` (operator name to its ``split:<factor>``)."""
-    cut = _Cut()
-    nodes: dict[str, int] = {}
+def label(graph: IRGraph, splits: Mapping[str, Strategy], axis_size: int) -> dict[str, Strategy]:
+    """The strategy of every operator not in ``splits``: ``R``, ``G``, or ``linear:<i>`` where it passes a partial sum on.
+
+    ``splits``: operator name to ``split:<factor>``.
+    """
+    found = _Labelling(graph, splits, axis_size, _may_pass_on(graph, splits)).solve()
+    deferred = {name: strategy for name, strategy in found.items() if strategy not in _LABELS}
+    return found if not deferred else deferred | _Labelling(graph, {**splits, **deferred}, axis_size).solve()
+
+
+def _may_pass_on(graph: IRGraph, splits: Mapping[str, Strategy]) -> dict[str, Strategy]:
+    """The operators that a partial sum may reach through linear ones, and the strategy by which each would pass it on: the
+    linear set with most of such operands.
+    """
+    found: dict[str, Strategy] = {}
+    partial: set[str] = set()
     for op in graph.ops:
-        assert op.rule is not None
-        if op.name not in splits:
-            differentiable = any(v.takes_gradient for v in (*op.operands, *op.results))
-            nodes[op.name] = cut.node() if differentiable and op.rule.grad_linear else 0
-            if nodes[op.name]:
-                cut.arcs.append((0, nodes[op.name], 1))  # a tie goes to R
-    uses: dict[str, list[tuple[IROp, int]]] = graph.uses()
-    producers = graph.producers()
-    for value in (*graph.sources, *(result for op in graph.ops for result in op.results)):
-        if value.takes_gradient:
-            _price_value(
-                cut,
-                nodes,
-                splits,
-                value,
-                producers.get(value.name),
-                uses.get(value.name, []),
-                value in graph.outputs,
-                axis_size,
-            )
-    gradient_partial = cut.solve()
-    return {name: "G" if node in gradient_partial else "R" for name, node in nodes.items()}
-
-
-def _price_value(
-    cut: _Cut,
-    nodes: Mapping[str, int],
-    splits: Mapping[str, str],
-    value: IRValue,
-    producer: tuple[IROp, int] | None,
-    uses: list[tuple[IROp, int]],
-    is_output: bool,
-    axis_size: int,
-) -> None:
-    """The costs between what makes a value and what reads it. ``copy`` is G if any reader wants the value as G."""
-    moved = estimate(product(value.shape)) * (axis_size - 1) / axis_size
-    copy = cut.node()
-    slices: set[str] = set()
-    num_whole = int(is_output)
-    for op, position in uses:
-        if op.name in nodes:
-            cut.pay(copy, nodes[op.name], _FOREVER)  # a G reader needs the G copy
-            num_whole += 1
+        if op.name in splits:
+            made = placements(_rule(op), splits[op.name])[1]
+            partial |= {value.name for value, letter in zip(op.results, made, strict=True) if letter == "P"}
             continue
-        assert op.rule is not None
-        wanted = placements(op.rule, splits[op.name])[0][position]
-        if wanted == "S":
-            slices.add(_cut_of(op, position, splits[op.name], axis_size))
-        if wanted == "G":
-            cut.pay(copy, 1, _FOREVER)
-    if producer is not None and producer[0].name in splits:
-        op, index = producer
-        assert op.rule is not None
-        made = placements(op.rule, splits[op.name])[1][index]
-        if made == "S":  # gather; for G also reduce-scatter the gradient
-            cut.pay(0, copy, moved)
-        elif made == "P" or made == "R":  # all-reduce; for G also of the gradient
-            cut.pay(0, copy, 2 * moved)
-        return
-    if producer is not None:
-        source = nodes[producer[0].name]
-    elif value.kind is ValueKind.PARAMETER:
-        if not num_whole and slices:
-            return  # stored as its slices
-        source = cut.node()
-        cut.pay(0, source, 1.98 * moved)  # the reducer sums a G parameter's gradient, in buckets
-    else:
-        source = 0
-    # R -> G all-reduces the gradient, and slices of the G copy are free; without a G copy each slice's gradient is gathered
-    gathers = min(len(slices), 2)
-    cut.pay(source, copy, (2 - gathers) * moved)
-    cut.pay(source, 1, gathers * moved)
+        sizes = [_bytes(value) if value.name in partial else 0.0 for value in op.operands]
+        reached = [sum(sizes[i] for i in members) for members in _rule(op).linear_sets]
+        if any(reached):
+            found[op.name] = f"linear:{reached.index(max(reached))}"
+            partial |= {value.name for value in op.results}
+    return found
 
 
-def _cut_of(op: IROp, position: int, strategy: str, axis_size: int) -> str:
+@dataclass
+class _Labelling:
+    """A cut for the operators that have no strategy in ``fixed``. ``passing``: how those that may be P would be."""
+
+    graph: IRGraph
+    fixed: Mapping[str, Strategy]
+    axis_size: int
+    passing: Mapping[str, Strategy] = field(default_factory=dict)
+    cut: _Cut = field(default_factory=_Cut)
+    labels: dict[str, _Label] = field(default_factory=dict)
+
+    def solve(self) -> dict[str, Strategy]:
+        """The strategies of these operators in the cheapest labelling."""
+        for op in self.graph.ops:
+            if op.name not in self.fixed:
+                self.labels[op.name] = self._label(op)
+        uses, producers = self.graph.uses(), self.graph.producers()
+        for value in (*self.graph.sources, *(result for op in self.graph.ops for result in op.results)):
+            self._price(value, producers.get(value.name), uses.get(value.name, []))
+        high = self.cut.solve()
+
+        def strategy(name: str, label: _Label) -> Strategy:
+            return self.passing[name] if label.whole not in high else "G" if label.summand in high else "R"
+
+        return {name: strategy(name, label) for name, label in self.labels.items()}
+
+    def _label(self, op: IROp) -> _Label:
+        """The label of an operator: nodes where it has a choice."""
+        differentiable = any(value.takes_gradient for value in (*op.operands, *op.results))
+        label = _Label(
+            whole=self.cut.node() if op.name in self.passing else _HIGH,
+            summand=self.cut.node() if differentiable and _rule(op).grad_linear else _LOW,
+        )
+        self.cut.forbid(label.whole, label.summand)
+        self.cut.pay(_LOW, label.summand, 1 / _UNIT)  # a tie goes to R
+        return label
+
+    def _price(self, value: IRValue, producer: tuple[IROp, int] | None, uses: Sequence[tuple[IROp, int]]) -> None:
+        """The costs between what makes a value and what reads it. ``wanted`` is the highest label that a reader asks for."""
+        moved = _bytes(value) * (self.axis_size - 1) / self.axis_size
+        asked = [self._asked(op, position) for op, position in uses]
+        pieces = {form for form in asked if isinstance(form, str)}
+        labels = [form for form in asked if not isinstance(form, str)]
+        if value in self.graph.outputs:
+            labels.append(_LABELS["R"])
+        if value.kind is ValueKind.PARAMETER and pieces and not labels:
+            return  # stored as its pieces
+        wanted = _Label(self.cut.node(), self.cut.node())
+        for label in labels:
+            self.cut.forbid(wanted.whole, label.whole)
+            self.cut.forbid(wanted.summand, label.summand)
+        made = self._made(value, producer, moved)
+        if made is None:  # in pieces: gathered, and for G the gradient is reduced as it is scattered
+            made, cut_out, all_reduce = _LABELS["P"], 0.0, moved
+        else:  # a piece is scattered as it is reduced, and its gradient gathered; what is all-reduced anyway is cut for nothing
+            cut_out = min(len(pieces), 2) * moved
+            all_reduce = 2 * moved - cut_out
+        for below, above in list(zip(made, wanted, strict=True))[: 2 if value.takes_gradient else 1]:
+            self.cut.pay(below, above, all_reduce)
+            self.cut.pay(below, _HIGH, cut_out)
+        if value.takes_gradient:
+            self._charge([op for op, position in uses if self._is_fixed_in(op, position)], 2 * moved)
+
+    def _charge(self, ops: Sequence[IROp], cost: float) -> None:
+        """Pay ``cost`` once if any of the operators is P."""
+        if ops:
+            none = self.cut.node()
+            for op in ops:
+                self.cut.forbid(self.labels[op.name].whole, none)
+            self.cut.pay(none, _HIGH, cost)
+
+    def _is_fixed_in(self, op: IROp, position: int) -> bool:
+        """Whether an operator that may be P is linear in others only than this operand: its gradient would be a summand."""
+        strategy = self.passing.get(op.name)
+        return strategy is not None and placements(_rule(op), strategy)[0][position] != "P"
+
+    def _asked(self, op: IROp, position: int) -> _Label | str:
+        """The label an operator wants an operand with, or, in words, how it wants it cut."""
+        if op.name in self.labels:
+            label = self.labels[op.name]
+            return label._replace(whole=_HIGH) if self._is_fixed_in(op, position) else label
+        strategy = self.fixed[op.name]
+        letter = placements(_rule(op), strategy)[0][position]
+        return _piece(op, position, strategy, self.axis_size) if letter == "S" else _LABELS[letter]
+
+    def _made(self, value: IRValue, producer: tuple[IROp, int] | None, moved: float) -> _Label | None:
+        """The label a value is made with; ``None``: in pieces."""
+        if producer is not None:
+            op, index = producer
+            return self.labels.get(op.name) or _LABELS.get(placements(_rule(op), self.fixed[op.name])[1][index])
+        if value.kind is not ValueKind.PARAMETER or not value.takes_gradient:
+            return _LABELS["R"]
+        stored = _Label(_HIGH, self.cut.node())
+        self.cut.pay(_LOW, stored.summand, 1.98 * moved)  # the reducer sums a G parameter's gradient, in buckets
+        return stored
+
+
+def _rule(op: IROp) -> OpRule:
+    assert op.rule is not None, f"{op.name} has no rule"
+    return op.rule
+
+
+def _bytes(value: IRValue) -> float:
+    return estimate(product(value.shape)) * value.dtype.itemsize
+
+
+def _piece(op: IROp, position: int, strategy: Strategy, axis_size: int) -> str:
     """How a split operator wants one of its operands cut."""
-    assert op.rule is not None
     mesh = Mesh((("axis", axis_size),))
-    return str(canonical(layouts(op.rule, {"axis": strategy}, mesh)[0][position], mesh))
+    return str(canonical(layouts(_rule(op), {"axis": strategy}, mesh)[0][position], mesh))

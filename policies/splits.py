@@ -1,4 +1,4 @@
-"""From dims to a plan: split chosen dim classes over an axis, and give every other operator R or G."""
+"""From dims to a plan: split chosen dim classes over an axis, and give every other operator P, R or G."""
 
 from __future__ import annotations
 

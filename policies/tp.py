@@ -2,7 +2,8 @@
 
 Which dims: :mod:`shardwright.policies.choice`. What the other operators do: :mod:`shardwright.policies.labels`. On a standard
 transformer block the result is Megatron's plan (Shoeybi et al. 2019, section 3): column- then row-parallel products, heads
-split in attention, vocabulary-parallel embedding and loss, two all-reduces of [B, S, H] forward and two backward per layer.
+split in attention, vocabulary-parallel embedding and loss, two all-reduces of [B, S, H] forward and two backward per layer. A
+layer of experts sends as much, however many of them a token meets; one whose branches are parallel, as GPT-J's, half of it.
 """
 
 from __future__ import annotations

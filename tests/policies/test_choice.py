@@ -1,5 +1,6 @@
 """Which dims tensor parallelism splits, on models of every family, and what the built-in policies say and refuse."""
 
+import math
 import re
 import signal
 from collections import Counter
@@ -143,10 +144,14 @@ def test_many_experts_are_split_and_attention_too(architecture: str, config: str
     graph = of_real_size(architecture, config, {"input_ids": ids, "labels": ids}, num_hidden_layers=1)
     assert {c.name for c in chosen(graph, 4)} == {"kv_heads", "ffn", "vocab"}
     split = plans.compile_with(graph, "tp", 4, outputs="loss")
-    assert Counter(a.step.kind for a in split.program.adapters() if a.step.kind != "keep_one") == {
+    whole = [a for a in split.program.adapters() if a.of.shape[-1] > 1 and a.step.kind != "keep_one"]
+    assert Counter(a.step.kind for a in whole) == {
         "all_reduce": 3,  # the embedding, attention, the experts
         "grad_all_reduce": 3,  # attention, the experts, the head
     }
+    assert {math.prod(a.of.shape[:-1]) for a in whole} == {ids.numel()}, "what experts compute is not summed over them first"
+    routing = [a.step.kind for a in split.program.adapters() if a.of.shape[-1] == 1]
+    assert routing == ["grad_all_reduce"]
 
 
 def test_a_vocabulary_is_looked_up_by_shifted_tokens() -> None:

@@ -1,4 +1,4 @@
-"""Where no plan fits: the plans that take least memory, on every mesh, and from the first that fits on faster ones."""
+"""Where no plan fits: the plans that take least memory, on every mesh, and from those that fit on faster ones."""
 
 from __future__ import annotations
 
@@ -31,13 +31,20 @@ class Sparing:
 
     def run(self, openings: Sequence[Opening]) -> bool:
         """Whether there was time for all of it, or nothing more to find out."""
+        has_some = False
         for opening in sorted(openings, key=lambda opening: opening.num_positions):
             asked = [wish for wish in reversed(opening.others) if wish.lean is None]
             for wish, share in itertools.product(asked, MOMENTARY):
                 if self.bench.clock.is_over or (self.bench.found.least[1] and self.bench.clock.spent() > 1.0):
                     return False
+                if has_some and opening.bound_s >= self.bench.best_s():
+                    break
+                if has_some and not self.bench.may_place(opening.mesh):
+                    return False
                 if self._fits(opening, wish, Weight(HEAVY, share)):
-                    return self._lighten(opening, wish, share)
+                    has_some = True
+                    if not self._lighten(opening, wish, share):
+                        return False
         return True
 
     def _lighten(self, opening: Opening, wish: Wish, share: float) -> bool:

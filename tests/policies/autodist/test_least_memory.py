@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import planning
 import pytest
 import torch
-from plans import zoo_graph
+import torch.nn.functional as F
+from plans import annotated, traced, zoo_graph
 from torch import Tensor, nn
 
-from shardwright.compiler.compile import compile_graph
+from shardwright.compiler.compile import compile_graph, without_gradients
 from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.hardware import load_hardware
 from shardwright.compiler.cost.rank_memory import CATEGORIES
@@ -88,6 +90,28 @@ class Named(nn.Module):
             x = x + block(x)
         loss: Tensor = self.out(x).square().mean()
         return loss
+
+
+class Heard(nn.Module):
+    """A recurrent layer, whose inner states take more memory for a moment than all that is held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard, self.told = nn.GRU(6, 8, bidirectional=True, batch_first=True), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.told(self.heard(x)[0]).log_softmax(-1).exp().mean(1), y)
+
+
+def test_the_share_of_what_is_momentary_that_fits_first_is_not_the_last() -> None:
+    """Weights held in pieces fit too, and need collectives that weighing what is momentary does without."""
+    inputs = {"x": torch.randn(4, 5, 6).double(), "y": torch.randn(4, 5).double()}
+    graph = annotated(without_gradients(traced(Heard().double(), inputs)))
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, inference_only=True)
+    options, hardware = AutodistOptions(hardware="cpu", mesh={"x": 4}, time_limit_s=3600.0), load_hardware("cpu", 4)
+    found = search(graph, config, replace(options, memory_limit_gb=16.9e-6), hardware)
+    assert found.best is not None
+    assert not found.best.is_simple and found.best.step_s < 300e-6, "a simple policy's takes 430 us"
 
 
 def test_blocks_that_are_no_list_are_computed_again_where_memory_binds() -> None:

@@ -13,8 +13,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-PRELOADED = ["torch.distributed", "torch._dynamo", "shardwright.runtime.loader", "shardwright.runtime.training.optimizer"]
-"""What the process that forks the ranks has imported before: all need it, and importing takes longer than their work."""
+PRELOADED = [
+    "torch.distributed",
+    "torch._dynamo",
+    "shardwright.runtime.loader",
+    "shardwright.runtime.training.optimizer",
+    "shardwright.compiler.api",
+    "transformers.models.gpt2.modeling_gpt2",
+]
+"""What the process that forks the ranks has imported before: many need it, and importing takes longer than their work."""
 
 
 def run_processes(num_ranks: int, target: str, *args: Any, fake_cuda: bool = False) -> list[Any]:

@@ -20,15 +20,18 @@ Pair = namedtuple("Pair", ["logits", "loss"])
 
 
 class Head(nn.Module):
-    """Logits that are split over the ranks, and their loss; ``kind`` says in what they are returned."""
+    """Logits that are split over the ranks, as what is in front of them takes a gradient, and their loss; ``kind`` says in what
+    they are returned.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
+        self.scale = nn.Parameter(torch.ones(4).double())
         self.up, self.out = nn.Linear(4, 8).double(), nn.Linear(8, 16).double()
 
     def forward(self, x, target):
-        logits = self.out(torch.relu(self.up(x)))
+        logits = self.out(torch.relu(self.up(x * self.scale)))
         loss = nn.functional.cross_entropy(logits, target)
         return {
             "tuple": (loss, logits),

@@ -10,6 +10,7 @@ from torch import nn
 import shardwright
 from shardwright.runtime.checkpoint import save as saving
 from shardwright.runtime.errors import CheckpointError
+from shardwright.runtime.ranks.world import current_world
 
 PLAN = ("tp", 2, 4)
 
@@ -37,6 +38,7 @@ def test_training_goes_on_and_what_is_saved_is_the_moment_of_the_call(tmp_path, 
         state = c.state_of(trainer.module)
         losses = trainer.steps(range(2, 4))  # nothing has been written yet
         assert not (tmp_path / "LATEST").exists()
+        current_world().barrier()
         gate.set()
         assert save.wait() == save.wait() == tmp_path / "000001-step-2"
         assert (tmp_path / "LATEST").exists()
@@ -92,7 +94,7 @@ def test_a_rank_whose_files_do_not_come(tmp_path, monkeypatch):
         trainer = c.trainer("mlp", ("tp", 2, 2))
         if trainer.module.rank == 1:
             monkeypatch.setattr(saving.CheckpointSave, "_write_own", _unless_rank_one)
-        shardwright.runtime.ranks.world.current_world().barrier()
+        current_world().barrier()
         save = shardwright.save_checkpoint(tmp_path, trainer.module, async_save=True)
         for _ in range(2):  # who asks again is told the same, on all ranks
             with pytest.raises(CheckpointError, match=r"is incomplete\n  why:   after 0 s nothing has come from ranks \[1\]"):

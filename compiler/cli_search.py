@@ -243,7 +243,7 @@ def candidate_rows(found: Found) -> list[tuple[str, ...]]:
     """A row for every candidate, and for what was refused."""
     rows: list[tuple[str, ...]] = []
     for candidate in found.tried:
-        step, least = amount(candidate.step_s, "s"), amount(candidate.bound_s, "s")
+        step, least = amount(candidate.step_s, "s"), amount(max(candidate.bound_s, found.floor_s), "s")
         peak, how = ("", "predicted") if candidate.cost is None else (amount(candidate.cost.peak_bytes, "B"), "audited")
         rows.append((candidate.title, step, least, peak, how))
     return [*rows, *((title, "", "", "", reason) for title, reason in found.refused.items())]

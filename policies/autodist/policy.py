@@ -183,7 +183,8 @@ def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificat
         proof += [f"no plan at all takes less than {amount(found.floor_s / fastest, 's')}, {FLOOR}"]
     if sharing is not None:
         proof += ["times are those of ranks that all compute, and no rank is faster than with a core for itself"]
-    tried = [f"{c.title}: {amount(c.step_s, 's', digits=6)}, at least {amount(c.bound_s, 's', digits=6)}" for c in found.tried]
+    bounds = [(c, max(c.bound_s, found.floor_s)) for c in found.tried]
+    tried = [f"{c.title}: {amount(c.step_s, 's', digits=6)}, at least {amount(bound, 's', digits=6)}" for c, bound in bounds]
     tried += [f"{title}: none of them takes less than {amount(bound, 's', digits=6)}" for title, bound in found.bounds.items()]
     tried += [f"{title}: {reason}" for title, reason in found.refused.items()]
     bound_s = min(least_s, best.step_s) / fastest

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardwright.compiler.cli_search import candidate_rows
 from shardwright.compiler.cost.device import Tiling
 from shardwright.compiler.cost.efficiency import EfficiencyTable
 from shardwright.compiler.cost.hardware import Hardware, load_hardware
@@ -134,6 +135,8 @@ def test_what_is_said_of_a_plan_on_a_mesh_that_was_not_searched():
         "there was no time to compare it with any of them"
     )
     assert stated.space == f"{found.best.title}; every plan of so many ranks"
+    assert stated.found[0].endswith(f", at least {amount(least, 's', digits=6)}")
+    assert candidate_rows(ended)[0][2] == amount(least, "s")
 
 
 def test_several_searches_have_the_least_of_their_floors():

@@ -9,39 +9,42 @@ import torch
 from torch import Tensor
 
 
-class Averaging(torch.optim.Optimizer):
+class _OneByOne(torch.optim.Optimizer):
+    """Updates one parameter after the other."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.update(p, self.state[p], group["lr"])
+
+    def update(self, p: Tensor, state: dict[str, Any], lr: float) -> None:
+        raise NotImplementedError
+
+
+class Averaging(_OneByOne):
     """Keeps a float32 average of each parameter."""
 
-    def __init__(self, params: Iterable[Tensor], lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                average = self.state[p].setdefault("average", p.detach().float().clone())
-                p.add_(p.grad, alpha=-group["lr"])
-                average.lerp_(p.float(), 0.1)
+    def update(self, p: Tensor, state: dict[str, Any], lr: float) -> None:
+        average = state.setdefault("average", p.detach().float().clone())
+        p.add_(p.grad, alpha=-lr)
+        average.lerp_(p.float(), 0.1)
 
 
-class Preconditioned(torch.optim.Optimizer):
+class Preconditioned(_OneByOne):
     """Keeps a list of square matrices for each parameter, a momentum, and a flat view of that."""
 
-    def __init__(self, params: Iterable[Tensor], lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state["squares"] = [torch.zeros(size, size, dtype=p.dtype, device=p.device) for size in p.shape]
-                    state["momentum"], state["updates"] = torch.zeros_like(p), p.detach().view(-1)
-                    state["flat"] = state["momentum"].view(-1)
-                state["squares"][0].add_(p.grad @ p.grad.T)
-                state["momentum"].add_(p.grad)
-                state["updates"].add_(state["flat"], alpha=-group["lr"])
+    def update(self, p: Tensor, state: dict[str, Any], lr: float) -> None:
+        if not state:
+            state["squares"] = [torch.zeros(size, size, dtype=p.dtype, device=p.device) for size in p.shape]
+            state["momentum"], state["updates"] = torch.zeros_like(p), p.detach().view(-1)
+            state["flat"] = state["momentum"].view(-1)
+        state["squares"][0].add_(p.grad @ p.grad.T)
+        state["momentum"].add_(p.grad)
+        state["updates"].add_(state["flat"], alpha=-lr)
 
 
 def muon_for_matrices(params: list[Tensor], lr: float = 1e-3) -> torch.optim.Optimizer:

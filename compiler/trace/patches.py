@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwright.compiler.trace.running_modules import RunningModules
 from shardwright.runtime.errors import TraceError
+
+
+class FunctionCalls(Protocol):
+    """Who records the calls that torch does not dispatch."""
+
+    def apply_function(self, cls: type, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record ``cls.apply(...)`` of an autograd Function."""
+
+    def run_reentrant(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Record what runs under a reentrant ``torch.utils.checkpoint``."""
 
 
 @contextmanager
@@ -38,16 +48,16 @@ def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
 @contextmanager
 def patched(
     running: RunningModules,
-    apply_function: Callable[..., Any],
+    tracer: FunctionCalls,
     note_training: Callable[[], None],
     real_values: Callable[[torch.Tensor], torch.Tensor | None],
 ) -> Iterator[None]:
-    """All patches. ``apply_function(cls, original, args, kwargs)`` records ``cls.apply``; ``note_training`` is called when
-    a module reads ``self.training``; ``real_values`` gives those of a tensor that follows from constants alone.
+    """All patches. ``tracer`` records functions that torch does not dispatch; ``note_training`` is called when a module reads
+    ``self.training``; ``real_values`` gives those of a tensor that follows from constants alone.
     """
     with ExitStack() as stack:
-        stack.enter_context(_functions_applied_by(apply_function))
-        stack.enter_context(_checkpoints_traced_through(running))
+        stack.enter_context(_functions_applied_by(tracer.apply_function))
+        stack.enter_context(_checkpoints_traced_through(running, tracer.run_reentrant))
         stack.enter_context(_scripts_inlined())
         stack.enter_context(_training_watched(note_training))
         stack.enter_context(_batches_averaged())
@@ -96,14 +106,13 @@ def _functions_applied_by(apply_function: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _checkpoints_traced_through(running: RunningModules) -> Iterator[None]:
+def _checkpoints_traced_through(running: RunningModules, run_reentrant: Callable[..., Any]) -> Iterator[None]:
     """Both modes of ``torch.utils.checkpoint`` just run the function, in a recompute region."""
 
     class Reentrant:
         @staticmethod
         def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-            with running.recompute():
-                return function(*args)
+            return run_reentrant(function, args)
 
     def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
         with running.recompute():

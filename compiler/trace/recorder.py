@@ -93,6 +93,7 @@ class Recorder:
         self.constants: list[tuple[IRValue, torch.Tensor]] = []
         self.variables: dict[int, Variable] = {}
         self.captured: set[str] = set()  # constants that belong to somebody outside of forward
+        self._untrained: set[str] = set()  # values that require a gradient only because here every floating input does
         self._kept: list[Any] = []
         self.make_constant: Callable[[torch.Tensor], torch.Tensor] | None = None  # set by the tracer
 
@@ -143,14 +144,28 @@ class Recorder:
                 sibling.value, sibling.version = value, root.version
         return variable.value
 
+    # gradients
+
+    def note_gradient(self, value: IRValue, *, asked: bool) -> None:
+        """Whether the user asks for the gradient of an input, or by ``requires_grad_()`` for that of another value."""
+        (self._untrained.discard if asked else self._untrained.add)(value.name)
+
+    def requires_gradient(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` requires a gradient outside of a trace, in which every floating input does."""
+        return tensor.requires_grad and self.value(tensor).name not in self._untrained
+
     # operators
 
     def emit(self, call: Call, results: Iterable[TensorType]) -> list[IRValue]:
         """Append the canonical operator for ``call``; the values of its results."""
         frame = user_frame()
         bound = bind(call.function, call.args, call.kwargs, where=self.where(frame))
-        trained = any(isinstance(leaf, IRValue) and leaf.takes_gradient for _, arg in bound.args for leaf in leaves(arg))
+        operands = [leaf for _, arg in bound.args for leaf in leaves(arg) if isinstance(leaf, IRValue)]
+        trained = any(value.takes_gradient for value in operands)
         values = self._name_results(list(results), bound.name, frame, trained=trained)
+        sources = {value.name for value in operands if value.requires_grad}
+        if sources and sources <= self._untrained:
+            self._untrained.update(value.name for value in values)
         self.calls.update({value.name: (call, index) for index, value in enumerate(values)})
         self.ops.append(
             IROp(

@@ -115,6 +115,7 @@ class _Run:
         shape = tuple(self.dynamic.size(size) for size in fake.shape)
         value = IRValue(self.recorder.names.unique(path), shape, leaf.dtype, differentiable, ValueKind.INPUT)
         self.recorder.bind_source(fake, value)
+        self.recorder.note_gradient(value, asked=leaf.requires_grad)
         self.inputs[path] = value
         self._input_variables[path] = (value, self.recorder.variables[id(fake)])
         return fake
@@ -144,7 +145,7 @@ class _Run:
                 if self.dynamic.env is not None:  # some kernels take sizes as numbers; their Python forms do not
                     stack.enter_context(enable_python_dispatcher())
                 stack.enter_context(one_autocast(self.autocast))
-                stack.enter_context(patched(self.running, tracer.apply_function, note_training, self.constants.real))
+                stack.enter_context(patched(self.running, tracer, note_training, self.constants.real))
                 stack.enter_context(self.running.followed())
                 stack.enter_context(tracer)
                 return self.module(**arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -56,6 +57,8 @@ class Tracer(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = plain_name(func)
+        if self._asks_gradient(func, name, args, kwargs):
+            self._recorder.note_gradient(self._recorder.value(args[0]), asked=True)
         if is_setter(func):
             if name == "data":
                 raise self._error("forward assigns to x.data", "use x.copy_(y), or a new tensor")
@@ -77,6 +80,12 @@ class Tracer(TorchFunctionMode):
             if name in VALUE_READERS:
                 raise self._untraceable(func, name, error) from error
             raise
+
+    def _asks_gradient(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the model calls ``x.requires_grad_()``, or assigns to ``x.requires_grad``."""
+        if self._running or is_getter(func) or name not in ("requires_grad", "requires_grad_"):
+            return False
+        return bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
 
     def _call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.Tensor.new_tensor:  # a literal: of the tensor, only the dtype is used
@@ -308,6 +317,22 @@ class Tracer(TorchFunctionMode):
         register_known(cls)
         target = cls if registry.find(cls) else original
         return self.record(target, cls.__name__, args, kwargs, run=run)
+
+    def run_reentrant(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Record what runs under a reentrant ``torch.utils.checkpoint``, which is an autograd Function of its tensor arguments:
+        where none of them requires a gradient, nothing inside gets one, parameters included.
+        """
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        if not torch.is_grad_enabled() or any(map(self._recorder.requires_gradient, tensors)):
+            with self._recorder.running.recompute():
+                return function(*args)
+        warnings.warn(
+            f"no argument of the reentrant checkpoint at {self._recorder.where()} requires a gradient, so nothing inside gets "
+            "one, parameters included, as in torch; pass use_reentrant=False to train what is inside",
+            stacklevel=2,
+        )
+        with torch.no_grad():
+            return function(*args)
 
     # errors
 

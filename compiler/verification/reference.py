@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardwright.compiler.verification.deviation import tensors_of
 from shardwright.compiler.verification.precision import float64_casts
 from shardwright.compiler.verification.samples import copied
+from shardwright.runtime.module.end2end import scaled
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -67,7 +68,7 @@ def reference_run(
                 for sample in [inputs] if isinstance(inputs, Mapping) else inputs:
                     result = model(**sample)
                     loss = loss_of(result)
-                    (scale * loss).backward()  # type: ignore[no-untyped-call]
+                    (scale * scaled(type(model).__name__, loss, None)).backward()  # type: ignore[no-untyped-call]
                     losses[-1].append(loss.detach().clone())
                     if step == 0:
                         outputs.append(clone(tensors_of(result)))

@@ -17,7 +17,8 @@ from shardwright.compiler.ir.printer import print_graph
 from shardwright.compiler.ir.serialize import digest
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.trace import trace
-from shardwright.runtime.errors import TraceError
+from shardwright.compiler.verification.verify import verify
+from shardwright.runtime.errors import TraceError, UsageError
 
 X = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -332,3 +333,47 @@ def test_two_blocks_of_autocast_that_differ(monkeypatch: pytest.MonkeyPatch) -> 
         "  why:   cuda is cast to float16, cpu is cast to bfloat16\n"
         "  try:   enter autocast for the device that the module will run on only"
     )
+
+
+class ReentrantFirst(nn.Module):
+    """A reentrant checkpoint in front of an ordinary layer. ``ask``: its input is made to require a gradient."""
+
+    def __init__(self, ask: bool = False) -> None:
+        super().__init__()
+        self.inside, self.behind = Block(), Block()
+        self.ask = ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        if self.ask:
+            x.requires_grad_()
+        return self.behind(checkpoint(self.inside, x, use_reentrant=True)).sum()
+
+
+def test_a_reentrant_checkpoint_without_gradients_gives_none_as_in_torch() -> None:
+    says = r"no argument of the reentrant checkpoint at .*test_regions.py:\d+ in .* requires a gradient"
+    with pytest.warns(UserWarning, match=says):
+        graph = trace(ReentrantFirst(), {"x": X})
+    inside = [op for op in graph.ops if op.module_path.startswith("inside")]
+    assert inside and all(op.region is None and not op.grad_enabled and not op.results[0].requires_grad for op in inside)
+    assert graph.outputs[0].takes_gradient
+
+    with pytest.warns(UserWarning, match="requires a gradient|have requires_grad=True"):
+        assert verify(ReentrantFirst(), {"x": X}, "tp", {"plan_ngpus": 2, "runtime_ngpus": 2}).ok
+    with (
+        pytest.warns(UserWarning, match=says),
+        pytest.raises(UsageError, match="loss of ReentrantAlone does not"),
+    ):
+        verify(ReentrantAlone(), {"x": X}, "tp", {"plan_ngpus": 2, "runtime_ngpus": 2})
+
+
+class ReentrantAlone(ReentrantFirst):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inside, x, use_reentrant=True).sum()
+
+
+@pytest.mark.parametrize(("ask", "x"), [(True, X), (False, X.clone().requires_grad_())])
+def test_a_reentrant_checkpoint_whose_input_is_made_to_require_a_gradient(ask: bool, x: Tensor) -> None:
+    graph = trace(ReentrantFirst(ask), {"x": x})
+    assert {op.region for op in graph.ops if op.module_path.startswith("inside")} == {"recompute_0"}
+    assert verify(ReentrantFirst(ask), {"x": x}, "tp", {"plan_ngpus": 2, "runtime_ngpus": 2}).ok

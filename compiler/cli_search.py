@@ -21,6 +21,7 @@ from shardwright.compiler.cli_request import (
 )
 from shardwright.compiler.cli_targets import load_model
 from shardwright.compiler.plan.amounts import amount
+from shardwright.compiler.plan.plan import Certificate
 from shardwright.compiler.report.page import Section, page
 from shardwright.compiler.report.plan_tables import new_table
 from shardwright.compiler.search import PlanSearch
@@ -97,7 +98,7 @@ def _explain(options: argparse.Namespace) -> int:
     plan, variant = searched.plan, searched.variant
     assert found.best is not None and found.best.cost is not None
     request = Request(variant.graph, variant.config, asked.options_for(variant), asked.hardware, found.best)
-    console.print(f"{found.best.title}: {plan.certificate}", soft_wrap=True)
+    console.print(str(plan.certificate), soft_wrap=True)
     if options.op is not None:
         _print_choices(console, f"Operator {options.op}", explain_operator(request, options.op, options.most))
         dims = ", ".join(f"{factor} is {dim}" for factor, dim in factor_dims(variant.graph, options.op).items())
@@ -193,7 +194,8 @@ def _plan(options: argparse.Namespace) -> int:
         write_file(options.out, plan.dumps().encode())
         console.print(f"plan: {options.out}", soft_wrap=True)
     if options.html is not None:
-        sections, facts = [candidate_section(found)], [("could be saved at most", f"{plan.certificate.gap:.2%}")]
+        sections = [certificate_section(plan.certificate), candidate_section(found)]
+        facts = [("could be saved at most", f"{plan.certificate.gap:.2%}")]
         facts += [("a step of a unit", f"{plan.batch} samples")] if plan.batch is not None else []
         facts += [("stage of ZeRO", str(plan.zero_stage))] if plan.zero_stage is not None else []
         limit_gb = asked.options.memory_limit_gb
@@ -227,6 +229,12 @@ def candidate_table(found: Found, most: int = MOST_SHOWN) -> Table:
         if len(part) > most:
             table.add_row(f"and {len(part) - most} more {what}", "", "", "", "all: in the certificate of --out, and on --html")
     return table
+
+
+def certificate_section(certificate: Certificate) -> Section:
+    """How far from the best a plan can be, and why no further, on a page."""
+    rows = [(sentence,) for sentence in certificate.proof]
+    return Section(title="How far from the best", text=f"{certificate.claim}.", columns=("what the bound rests on",), rows=rows)
 
 
 def candidate_section(found: Found) -> Section:

@@ -68,13 +68,14 @@ class Batch:
 @dataclass(frozen=True)
 class Certificate:
     """What a search knows of its plan: it takes ``cost_s`` seconds per step on ``hardware``, and no plan of the ``space`` that
-    was searched takes less than ``bound_s``, for the reason ``proof``. ``found``: what was tried besides, such as other meshes.
+    was searched takes less than ``bound_s``. ``proof``: where that comes from and what it leaves out, a sentence each.
+    ``found``: what was tried besides, such as other meshes.
     ``digest``: of the plan that it is of (see :mod:`shardwright.compiler.plan.certified`).
     """
 
     cost_s: float
     bound_s: float
-    proof: str
+    proof: tuple[str, ...]
     space: str
     hardware: str
     found: tuple[str, ...] = ()
@@ -85,17 +86,22 @@ class Certificate:
         """How far above the bound the cost is, relative to the cost; 0: proved optimal in its space."""
         return max(0.0, (self.cost_s - self.bound_s) / self.cost_s) if self.cost_s > 0 else 0.0
 
-    def __str__(self) -> str:
+    @property
+    def claim(self) -> str:
+        """The cost, the bound and what it is of, on one line."""
         cost, bound = (amount(seconds, "s", digits=6) for seconds in (self.cost_s, self.bound_s))
-        proved = f"at least {bound} in its space (gap {self.gap:.2%}; {self.proof})"
-        return f"{cost} per step on {self.hardware}, {proved}: {self.space}"
+        return f"{cost} per step on {self.hardware}, at least {bound} in its space (gap {self.gap:.2%}): {self.space}"
+
+    def __str__(self) -> str:
+        """The claim, and under it what is to be known of its bound."""
+        return "\n".join([self.claim, *(f"  - {sentence}" for sentence in self.proof)])
 
     def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "found": list(self.found)}
+        return {**vars(self), "proof": list(self.proof), "found": list(self.found)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Certificate:
-        return cls(**{**data, "found": tuple(data["found"])})
+        return cls(**{**data, "proof": tuple(data["proof"]), "found": tuple(data["found"])})
 
 
 @dataclass(frozen=True)

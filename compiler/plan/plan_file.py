@@ -118,8 +118,8 @@ _BATCH = {"samples": Key(_count(1), True), "num_microbatches": Key(_count(1), Tr
 _NOTE = {name: Key(_TEXT, True) for name in ("op", "module_path", "source", "axis", "reason")}
 _CERTIFICATE = {
     **{name: Key(_NUMBER, True) for name in ("cost_s", "bound_s")},
-    **{name: Key(_TEXT, True) for name in ("proof", "space", "hardware")},
-    "found": Key(_list(_TEXT), True),
+    **{name: Key(_TEXT, True) for name in ("space", "hardware")},
+    **{name: Key(_list(_TEXT), True) for name in ("proof", "found")},
     "digest": Key(_TEXT),
 }
 

@@ -188,7 +188,7 @@ def certificate(found: Found, best: Candidate, hardware: Hardware) -> Certificat
     tried += [f"{title}: none of them takes less than {amount(bound, 's', digits=6)}" for title, bound in found.bounds.items()]
     tried += [f"{title}: {reason}" for title, reason in found.refused.items()]
     bound_s = min(least_s, best.step_s) / fastest
-    return Certificate(best.step_s, bound_s, "; ".join(proof), space, hardware.name, tuple(tried))
+    return Certificate(best.step_s, bound_s, tuple(proof), space, hardware.name, tuple(tried))
 
 
 def _proof(found: Found, best: Candidate) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,9 @@ def test_plan(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     plan = Plan.from_json(json.loads((tmp_path / "plan.json").read_text()))
     assert plan.policy == "autodist" and plan.certificate is not None
     page = (tmp_path / "plan.html").read_text()
-    assert "What was tried" in page and "could be saved at most" in page and "limit, 1 GB" in page
+    assert str(plan.certificate) in shown and all(f"<td>{escape(reason)}</td>" in page for reason in plan.certificate.proof)
+    parts = ("How far from the best", "What was tried", "could be saved at most", "limit, 1 GB")
+    assert all(part in page for part in parts)
     run(
         "verify plan_models:make --policy saved --plan-ngpus 2 --steps 1 --set use_end2end=true "
         "--set pas_config.load_plan=plan.json"

@@ -124,15 +124,16 @@ def test_what_is_said_of_a_plan_on_a_mesh_that_was_not_searched():
     assert found.best is not None and found.floor_s == least > 0
     searched = settled(found, config, hardware).certificate
     assert searched is not None and searched.bound_s > least
-    assert f"; no plan at all takes less than {amount(least, 's')}, {FLOOR}" in searched.proof
+    assert f"no plan at all takes less than {amount(least, 's')}, {FLOOR}" in searched.proof
 
     unplaced = replace(found.best, placed=(Placed(found.best.plan, 0.0, NO_BOUND, ""),), is_simple=True)
     ended = Found(audited=[unplaced], interrupted="the time limit of 1 s", not_compared=["x=4"], floor_s=least)
     stated = settled(ended, config, hardware).certificate
     assert stated is not None and stated.bound_s == least
     assert stated.proof == (
-        f"{FLOOR}; the search was ended by the time limit of 1 s; the simple policies may have a better plan: "
-        "there was no time to compare it with any of them"
+        FLOOR,
+        "the search was ended by the time limit of 1 s",
+        "the simple policies may have a better plan: there was no time to compare it with any of them",
     )
     assert stated.space == f"{found.best.title}; every plan of so many ranks"
     assert stated.found[0].endswith(f", at least {amount(least, 's', digits=6)}")

@@ -56,7 +56,7 @@ def searched(num_ranks: int, bytes_per_s: float, fields: dict[str, Any], **optio
     machine = planning.slow_machine(num_ranks, bytes_per_s=bytes_per_s)
     found = search(stack(), config, chosen, machine)
     assert found.best is not None
-    return found, certificate(found, found.best, machine).proof
+    return found, str(certificate(found, found.best, machine))
 
 
 def reducer(*, beside: bool) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def test_stages_that_differ_win_where_ranks_do_not_divide() -> None:
     assert found.best.predicted_s == pytest.approx(found.best.step_s, rel=1e-9)
     certificate = settled(found, config_of(5), slow_machine(5, bytes_per_s=1e7)).certificate
     assert certificate is not None and certificate.bound_s <= certificate.cost_s == found.best.step_s
-    assert "the placements offered were chosen before the stages" in certificate.proof
+    assert "the placements offered were chosen before the stages" in str(certificate)
     assert "placements offered to every stage" in certificate.space
 
 

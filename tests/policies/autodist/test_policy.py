@@ -123,7 +123,7 @@ def test_a_bound_heeds_that_ranks_are_faster_while_others_wait() -> None:
     assert best is not None
     alone, beside = (certificate(found, best, each) for each in (hardware, shared))
     assert beside.bound_s == pytest.approx(alone.bound_s / 2) and beside.cost_s == alone.cost_s
-    assert "no rank is faster than with a core for itself" in beside.proof
+    assert "no rank is faster than with a core for itself" in str(beside)
 
 
 def test_a_plan_can_be_saved_and_used_again(tmp_path: Path) -> None:
@@ -399,4 +399,4 @@ def test_an_interrupted_search_leaves_whole_files_or_none(after: int, tmp_path: 
     (manifest,) = tmp_path.rglob("manifest.json")
     saved = Plan.from_json(json.loads((tmp_path / "plan.json").read_text()))
     assert load_class(manifest.parent, rank=3) is not None and read_plan(manifest.parent).strategies == saved.strategies
-    assert saved.certificate is not None and "the search was ended by Ctrl-C" in saved.certificate.proof
+    assert saved.certificate is not None and "the search was ended by Ctrl-C" in str(saved.certificate)

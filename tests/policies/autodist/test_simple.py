@@ -116,7 +116,7 @@ def test_a_search_that_time_ends_is_held_to_the_simple_policies_too(limit_s: flo
     assert found.interrupted == f"the time limit of {limit_s:.0f} s" and found.best is not None
     assert found.best.step_s <= min(cost.step_s for cost in costs(search))
     assert found.is_compared and not found.not_compared
-    assert "the simple policies may" not in certificate(found, found.best, search.bench.hardware).proof
+    assert "the simple policies may" not in str(certificate(found, found.best, search.bench.hardware))
 
 
 def test_where_there_was_no_time_for_the_simple_policies_is_said() -> None:
@@ -124,8 +124,8 @@ def test_where_there_was_no_time_for_the_simple_policies_is_said() -> None:
     assert found.best is not None and not found.is_compared
     assert set(found.not_compared) == {"x=4", "x=2 x y=2", "pp=2 x x=2", "pp=4"}
     told = certificate(found, found.best, search.bench.hardware).proof
-    assert "; the simple policies may have a better plan: there was no time to compare it with any of them" in told
-    few = certificate(replace(found, is_compared=True), found.best, search.bench.hardware).proof
+    assert "the simple policies may have a better plan: there was no time to compare it with any of them" in told
+    few = str(certificate(replace(found, is_compared=True), found.best, search.bench.hardware))
     assert "there was no time to compare it with those on pp=2 x x=2, " in few
 
 

@@ -21,6 +21,7 @@ from shardwright.compiler.cli_request import (
 )
 from shardwright.compiler.cli_targets import load_model
 from shardwright.compiler.plan.amounts import amount
+from shardwright.compiler.plan.outputs import returns_more_than_loss
 from shardwright.compiler.plan.plan import Certificate
 from shardwright.compiler.report.page import Section, page
 from shardwright.compiler.report.plan_tables import new_table
@@ -185,6 +186,10 @@ def _plan(options: argparse.Namespace) -> int:
     console.print(str(plan.certificate), soft_wrap=True)
     if found.best.cost.extrapolated:
         console.print(found.best.cost.beyond, soft_wrap=True)
+    if returns_more_than_loss(graph, asked.config):
+        console.print(
+            "what the model returns beside its loss is whole on every rank: --set outputs=loss leaves it out", soft_wrap=True
+        )
     if plan.batch is not None:
         where = ", ".join(f"dim {dim} of {path}" for path, dim in plan.batch.dims.items())
         console.print(f"a step of a unit: {plan.batch} samples ({where})", soft_wrap=True)

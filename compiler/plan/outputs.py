@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.value import IRValue
 from shardwright.runtime.config import ComputeConfig
@@ -21,8 +23,7 @@ def output_wishes(graph: IRGraph, config: ComputeConfig) -> dict[str, Layout | s
     if config.outputs == "all":
         return {}
     if config.outputs == "loss":
-        loss = "loss" if "loss" in paths else paths[0]
-        return {path: None for path, _ in leaves if path != loss}
+        return {path: None for path, _ in leaves if path != _loss_of(paths)}
     assert not isinstance(config.outputs, str)
     wishes: dict[str, Layout | str | None] = {p: None if wish == "drop" else wish for p, wish in config.outputs.items()}
     unknown = sorted(path for path, wish in wishes.items() if path not in paths and (path, wish) not in leaves)
@@ -30,3 +31,17 @@ def output_wishes(graph: IRGraph, config: ComputeConfig) -> dict[str, Layout | s
         what = f"ComputeConfig.outputs names {unknown[0]!r}, which the model does not return"
         raise PlanError(what, hint=did_you_mean(unknown[0], paths))
     return wishes
+
+
+def returns_more_than_loss(graph: IRGraph, config: ComputeConfig) -> bool:
+    """Whether all outputs are asked for, of a model that returns a loss, which is a number to be trained, and other tensors."""
+    values = {path: value for path, value in graph.output.leaves() if isinstance(value, IRValue)}
+    if config.outputs != "all" or len(values) < 2:
+        return False
+    loss = values[_loss_of(list(values))]
+    return not loss.shape and loss.requires_grad
+
+
+def _loss_of(paths: Sequence[str]) -> str:
+    """Which output is the loss: that of the name, or the first."""
+    return "loss" if "loss" in paths else paths[0]

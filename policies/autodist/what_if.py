@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from shardwright.compiler.cost.hardware import Hardware, Link, Tier
 from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.outputs import returns_more_than_loss
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.candidates import ROLES, role_of
 from shardwright.policies.autodist.degrees import forbidden
@@ -25,27 +26,30 @@ NO_LIMIT_GB = 1e9
 
 
 def levers(request: Request) -> list[Choice]:
-    """What one more gigabyte of memory, and links of twice the rate, would buy on the mesh of the plan; and without a memory
-    limit, whether memory binds. The plan itself counts too, where nothing better is found. If the same search is better on this
-    mesh alone, that is a row of its own: it is no merit of the others.
+    """What one more gigabyte of memory, and links of twice the rate, would buy on the mesh of the plan; without a memory limit,
+    whether memory binds; and of a model that returns more than its loss, what to return nothing else would. The plan itself
+    counts too, where nothing better is found. If the same search is better on this mesh alone, that is a row of its own: it is
+    no merit of the others.
     """
     hardware, options, best = request.hardware, request.options, request.best
     limit = options.memory_limit_gb or hardware.device.memory_bytes / GIGABYTE
-    fixed, faster = _same_shape(request), _faster_links(hardware, 2.0)
+    fixed = replace(request, options=_same_shape(request))
     variants = {
-        "the same search on this mesh alone": (fixed, hardware),
-        "one more gigabyte of memory": (replace(fixed, memory_limit_gb=limit + 1), hardware),
-        "memory without limit": (replace(fixed, memory_limit_gb=NO_LIMIT_GB), hardware),
-        "links of twice the rate": (fixed, faster),
+        "the same search on this mesh alone": fixed,
+        "one more gigabyte of memory": replace(fixed, options=replace(fixed.options, memory_limit_gb=limit + 1)),
+        "memory without limit": replace(fixed, options=replace(fixed.options, memory_limit_gb=NO_LIMIT_GB)),
+        "links of twice the rate": replace(fixed, hardware=_faster_links(hardware, 2.0)),
     }
+    if returns_more_than_loss(request.graph, request.config):
+        variants['outputs="loss": nothing else returned'] = replace(fixed, config=replace(request.config, outputs="loss"))
     assert best.cost is not None
     found = [Choice("the plan", best.step_s, best.cost.peak_bytes, chosen=True)]
-    for name, (chosen, machine) in variants.items():
-        cost = best.cost if machine is hardware else replace(request, hardware=machine).audited(best.plan)
-        other = search(request.graph, request.config, chosen, machine).best
+    for name, asked in variants.items():
+        cost = best.cost if asked.hardware is hardware else asked.audited(best.plan)
+        other = search(asked.graph, asked.config, asked.options, asked.hardware).best
         if other is not None and other.cost is not None and other.step_s < cost.step_s * (1 - TIE):
             cost = other.cost
-        if chosen is not fixed or machine is not hardware or cost is not best.cost:
+        if asked is not fixed or cost is not best.cost:
             found.append(Choice(name, cost.step_s, cost.peak_bytes))
     return found
 

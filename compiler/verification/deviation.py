@@ -2,7 +2,8 @@
 
 The bound, per tensor: ``max|ours - reference| <= 1e-10 * max(max|reference|, 1e-4 * M)``, where ``M`` is the largest
 ``max|reference|`` among the tensors of the same kind (losses, gradients, parameters). ``M`` is there because some gradients
-are zero in exact arithmetic, such as those of attention key biases, and then hold rounding only.
+are zero in exact arithmetic, such as those of attention key biases, and then hold rounding only. Where that rounding is more
+than ``M`` accounts for, :mod:`rounding` finds out.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class Deviation:
     magnitude: float
     """max|reference|"""
     allowed: float
+    noise: float | None = None
+    """How far one device is from itself, where no digit of a gradient means anything (:mod:`rounding`)."""
 
     @property
     def excess(self) -> float:
@@ -79,17 +82,20 @@ def deviations(ours: Any, reference: Any) -> list[Deviation]:
     floor = FLOOR * max((m for name, m in magnitudes.items() if _is_rounded(wanted[name])), default=0.0)
     compared = []
     for name, tensor in wanted.items():
-        found, expected = _numbers(got[name]), _numbers(tensor)
-        # Infinity minus the same infinity (masks) is not a number, but nothing differs.
-        difference = (found - expected).masked_fill(found == expected, 0.0)
         allowed = BOUND * max(magnitudes[name], floor) if _is_rounded(tensor) else 0.0
-        compared.append(Deviation(name, tuple(tensor.shape), largest(difference), magnitudes[name], allowed))
+        compared.append(Deviation(name, tuple(tensor.shape), distance(got[name], tensor), magnitudes[name], allowed))
     return sorted(compared, key=lambda deviation: deviation.excess, reverse=True)
 
 
 def largest(tensor: Tensor) -> float:
     """max|tensor|, 0 when empty, not a number if any element is none."""
     return _numbers(tensor).abs().max().item() if tensor.numel() else 0.0
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """max|one - other|; infinity minus the same infinity (masks) is not a number, but nothing differs."""
+    a, b = _numbers(one), _numbers(other)
+    return largest((a - b).masked_fill(a == b, 0.0))
 
 
 def _numbers(tensor: Tensor) -> Tensor:
@@ -108,5 +114,6 @@ def table(found: Sequence[Deviation]) -> str:
     lines = [f"  {'name':{width}}  {'shape':>16}  {'max|a-b|':>9}  {'max|ref|':>9}  {'error/allowed':>13}"]
     for d in found:
         mark = "  <--" if d.excess > 1.0 else ""
+        mark += f"  one device is {d.noise:.1e} from itself" if d.noise is not None else ""
         lines.append(f"  {d.name:{width}}  {d.shape!s:>16}  {d.error:9.2e}  {d.magnitude:9.2e}  {d.excess:13.3g}{mark}")
     return "\n".join(lines)

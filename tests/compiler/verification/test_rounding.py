@@ -1,0 +1,86 @@
+"""Gradients that are zero in exact arithmetic are compared with the size of their rounding, everything else as ever."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwright.compiler.verification.verify as verification
+from shardwright.compiler.verification.reference import Reference
+from shardwright.compiler.verification.verify import VerifyReport, verify
+
+CONFIG = {"plan_ngpus": 2, "runtime_ngpus": 2}
+
+
+class Normalised(nn.Module):
+    """Biases in front of batch norms. Small inputs make what the norms divide by small, and the terms of gradients large."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.down, self.last = nn.Linear(8, 4), nn.BatchNorm1d(4, affine=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.relu(self.norm(self.conv(x))).mean((2, 3))
+        return F.cross_entropy(self.last(self.down(self.dropout(hidden))), y)
+
+
+def report(dropout: float = 0.0) -> VerifyReport:
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 3, 12, 12, generator=generator) * 1e-3, torch.randint(0, 4, (8,), generator=generator)
+    return verify(Normalised(dropout), {"x": x, "y": y}, "data", CONFIG)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_biases_in_front_of_batch_norms(dropout: float) -> None:
+    found = report(dropout)
+    assert found.ok, str(found)
+    noise = {d.name: d.noise for d in found.deviations["gradients"]}
+    assert {name for name, own in noise.items() if own is not None} == {"conv.bias", "down.bias"}
+    assert "of 2 gradients no digit means anything: " in str(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "error"),
+    [
+        ("conv.bias", "gradients", 1e-9),  # one of those that are rounding, far above its rounding of 1e-12
+        ("conv.weight", "gradients", 1e-10),
+        ("norm.weight", "gradients", 1e-11),
+        ("conv.bias", "parameters", 1e-9),
+        ("norm.weight", "parameters", 2e-10),
+        ("norm.running_mean", "buffers", 1e-10),
+        ("norm.running_var", "buffers", 1e-9),
+    ],
+)
+def test_small_true_differences_are_found(name: str, kind: str, error: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside gradients that are rounding only, every other tensor stays at the bound."""
+    train_plan = verification.train_plan
+
+    def wrong(*args: Any) -> Reference:
+        result = train_plan(*args)
+        getattr(result, kind)[name].view(-1)[0] += error
+        return result
+
+    monkeypatch.setattr(verification, "train_plan", wrong)
+    found = report()
+    assert [(k, d.name) for k, ds in found.deviations.items() for d in ds if d.excess > 1.0] == [(kind, name)], str(found)
+
+
+def test_more_than_rounding_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    train_plan = verification.train_plan
+
+    def wrong(*args: Any) -> Reference:
+        result = train_plan(*args)
+        assert result.gradients["conv.bias"] is not None
+        result.gradients["conv.bias"] += 1e-8
+        return result
+
+    monkeypatch.setattr(verification, "train_plan", wrong)
+    assert re.search(r"conv.bias +\(8,\) .* <--  one device is \de-1\d from itself".replace(r"\de", r"[\d.]+e"), str(report()))

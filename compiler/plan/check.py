@@ -17,7 +17,9 @@ from shardwright.runtime.errors import PlanError, did_you_mean
 from shardwright.runtime.layout import Layout, Mesh
 
 NAMES_SHOWN = 5
-"""Of those that a wrong name is part of."""
+"""Of those that a wrong name is part of, or is least unlike."""
+FEW = 20
+"""So many names are all shown."""
 
 
 def check_names(graph: IRGraph, plan: Plan) -> None:
@@ -148,11 +150,16 @@ def _check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str | None:
-    """A hint for a name that is not among ``known``: the closest one, some that it is part of, or all where they are few."""
+    """A hint for a name that is not among ``known``: the closest one, some that it is part of, all where they are few, or those
+    that are least unlike it.
+    """
     known = tuple(known)
     close = difflib.get_close_matches(name, known, n=1)
     containing = sorted(other for other in known if name and name in other)
     if not close and containing:
         more = f" and {len(containing) - NAMES_SHOWN} more" if len(containing) > NAMES_SHOWN else ""
         return f"names that contain it: {', '.join(map(repr, containing[:NAMES_SHOWN]))}{more}"
-    return did_you_mean(name, known) if close or 0 < len(known) <= 20 else None
+    if close or 0 < len(known) <= FEW:
+        return did_you_mean(name, known)
+    nearest = difflib.get_close_matches(name, known, n=NAMES_SHOWN, cutoff=0.0)
+    return f"of {len(known)} names the nearest are {', '.join(map(repr, nearest))}" if nearest else None

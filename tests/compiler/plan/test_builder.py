@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.compiler.plan.builder import PlannableGraph
+from shardwright.compiler.plan.check import suggestion
 from shardwright.compiler.plan.plan import Plan
 from shardwright.runtime.errors import LoadError, PlanError
 from shardwright.runtime.layout import Layout, Mesh
@@ -111,6 +112,16 @@ def test_names_that_are_not_there(graph: PlannableGraph) -> None:
     assert (
         refused(graph.builder, {"tp": 2}, "dp-tp") == "order 'dp-tp' does not name the axes of the mesh\n  why:   axes ('tp',)"
     )
+
+
+def test_the_nearest_of_many_names() -> None:
+    known = [f"h_{i}_{part}" for i in range(7) for part in ("norm", "attention", "mlp")]
+    assert suggestion("h_3_atention", known) == "did you mean 'h_3_attention'?"
+    assert suggestion("ml", known) == "names that contain it: 'h_0_mlp', 'h_1_mlp', 'h_2_mlp', 'h_3_mlp', 'h_4_mlp' and 2 more"
+    hint = suggestion("transformer.h.3.attention.softmax_of_scores", known)
+    assert hint is not None and hint.startswith("of 21 names the nearest are 'h_3_attention', 'h_")
+    assert hint.count("attention") == 5
+    assert suggestion("x", []) is None
 
 
 def test_strategies_that_an_operator_lacks(graph: PlannableGraph) -> None:

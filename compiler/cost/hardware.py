@@ -18,11 +18,11 @@ import itertools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,10 @@ FORMAT = 1
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 """What :func:`shardwright.compiler.cost.collectives.collective_s` knows; ``send`` is from one device to another."""
+
+
+SizeRule = int | Literal["all"] | tuple[int, ...]
+"""The sizes of a tier for any number of devices: groups of so many, one group, or the first of these."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ class Tier:
     Links may be shared: ``uplink_bytes_per_s`` is what one group of the tier inside this one sends out over this tier together
     (one network card for eight devices), ``fabric_bytes_per_s`` what a whole group of this tier moves at once (a memory bus, an
     oversubscribed switch). ``None``: only the devices' own links limit.
+
+    ``rule`` is what a hardware file says of the sizes, whatever the number of devices; ``None``: nothing but the sizes.
     """
 
     name: str
@@ -66,6 +72,7 @@ class Tier:
     kinds: Mapping[str, Link] = field(default_factory=dict)
     uplink_bytes_per_s: float | None = None
     fabric_bytes_per_s: float | None = None
+    rule: SizeRule | None = field(default=None, compare=False)
 
     def link(self, kind: str) -> Link:
         """The numbers for one kind of collective."""
@@ -108,8 +115,9 @@ class Hardware:
 
     @cached_property
     def _digest(self) -> str:
-        data = self.to_json()
-        decisive = json.dumps({key: data[key] for key in ("num_devices", "device", "tiers")}, sort_keys=True)
+        tiers = [_tier_json(replace(tier, rule=None)) for tier in self.tiers]
+        data = {"num_devices": self.num_devices, "device": device_json(self.device), "tiers": tiers}
+        decisive = json.dumps(data, sort_keys=True)
         return hashlib.sha256(decisive.encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
@@ -221,14 +229,16 @@ def _check_tiers(tiers: tuple[Tier, ...], name: str) -> None:
 
 
 def _read_tier(fields: Fields, num_devices: int) -> Tier:
+    name, rule = fields.text("name"), _read_rule(fields, num_devices)
     tier = Tier(
-        name=fields.text("name"),
-        sizes=_read_sizes(fields, num_devices),
+        name=name,
+        sizes=_sizes(rule, num_devices),
         latency_s=fields.number("latency_s", zero=True),
         bytes_per_s=fields.number("bytes_per_s"),
         kinds=_read_kinds(fields),
         uplink_bytes_per_s=fields.optional_number("uplink_bytes_per_s"),
         fabric_bytes_per_s=fields.optional_number("fabric_bytes_per_s"),
+        rule=rule,
     )
     fields.finish()
     return tier
@@ -247,18 +257,22 @@ def _read_kinds(fields: Fields) -> Mapping[str, Link]:
     return links
 
 
-def _read_sizes(fields: Fields, num_devices: int) -> tuple[int, ...]:
-    """``8``: groups of 8 devices, as many as needed. ``"all"``: one group. ``[8, 8, 4]``: these, or the first of them."""
+def _read_rule(fields: Fields, num_devices: int) -> SizeRule:
     value = fields.value("sizes")
     if value == "all":
-        return (num_devices,)
+        return "all"
     if not isinstance(value, list):
-        size = fields.count("sizes")
-        return _cut((size,) * math.ceil(num_devices / size), num_devices)
+        return fields.count("sizes")
     sizes = fields.counts("sizes")
     if sum(sizes) < num_devices:
         raise fields.error("sizes", f"has {sum(sizes)} devices; nothing says how {num_devices} are connected")
-    return _cut(sizes, num_devices)
+    return sizes
+
+
+def _sizes(rule: SizeRule, num_devices: int) -> tuple[int, ...]:
+    if rule == "all":
+        return (num_devices,)
+    return _cut((rule,) * math.ceil(num_devices / rule) if isinstance(rule, int) else rule, num_devices)
 
 
 def _cut(sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
@@ -270,13 +284,14 @@ def _cut(sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
 
 
 def _tier_json(tier: Tier) -> dict[str, Any]:
-    first, total = tier.sizes[0], sum(tier.sizes)
-    regular = _cut((first,) * math.ceil(total / first), total) == tier.sizes
+    total = sum(tier.sizes)
+    rules: tuple[SizeRule | None, ...] = (tier.rule, tier.sizes[0], tier.sizes)
+    rule = next(rule for rule in rules if rule is not None and _sizes(rule, total) == tier.sizes)
     shared = {key: getattr(tier, key) for key in ("uplink_bytes_per_s", "fabric_bytes_per_s") if getattr(tier, key) is not None}
     kinds = {kind: {"latency_s": link.latency_s, "bytes_per_s": link.bytes_per_s} for kind, link in tier.kinds.items()}
     return {
         "name": tier.name,
-        "sizes": first if regular else list(tier.sizes),
+        "sizes": list(rule) if isinstance(rule, tuple) else rule,
         "latency_s": tier.latency_s,
         "bytes_per_s": tier.bytes_per_s,
         **({"kinds": kinds} if kinds else {}),

@@ -77,6 +77,19 @@ def test_what_is_written_is_read_back(name: str) -> None:
         assert Hardware.from_json(json.loads(hardware.dumps())) == hardware
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_is_written_says_how_more_devices_are_connected(name: str) -> None:
+    for written, wanted in ((1, 20), (20, 4), (20, 4096)):
+        data = json.loads(load_hardware(name, written).dumps())
+        assert Hardware.from_json(data, wanted) == load_hardware(name, wanted)
+        assert Hardware.from_json(data, wanted).dumps() == load_hardware(name, wanted).dumps()
+        assert data["tiers"][-1]["sizes"] == "all"
+    few = Hardware.from_json(SMALL, 3)
+    assert [tier["sizes"] for tier in few.to_json()["tiers"]] == [[2, 1, 1], "all"]
+    other = replace(few, tiers=(replace(few.tiers[0], sizes=(1, 2)), few.tiers[1]))
+    assert [tier["sizes"] for tier in other.to_json()["tiers"]] == [[1, 2], "all"]
+
+
 def test_everything_a_file_can_say_is_read_back(tmp_path: Path) -> None:
     hardware = Hardware(
         name="own",
@@ -136,6 +149,8 @@ def test_the_digest_covers_what_decides_costs() -> None:
     assert hash(one) == hash(load_hardware("a100-80gb"))
     data = one.to_json()
     assert Hardware.from_json({**data, "name": "mine", "sources": {}}).digest() == one.digest()
+    data["tiers"][-1]["sizes"] = one.num_devices  # says less of more devices, and the same of these
+    assert Hardware.from_json(data).digest() == one.digest()
     data["tiers"][0]["latency_s"] *= 2
     assert Hardware.from_json(data).digest() != one.digest()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from shardwright.compiler.cost.body_memory import BodyMemory
 from shardwright.compiler.cost.footprint import Footprints, TensorForm, footprints_of
@@ -38,14 +38,14 @@ class Books:
         declarations: Iterable[Declaration],
         inputs: Mapping[str, TensorForm],
         programs: Sequence[Program],
-        shared: Collection[str] = (),
+        shared: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
         *,
         staged: bool = False,
     ) -> dict[str, tuple[TensorForm, int]]:
         """Put parameters, buffers, constants and inputs into the books, and what training adds to parameters.
 
-        ``programs``: what the rank runs, in order. ``shared``: parameters that other stages hold too. ``staged``: it is a
-        position of a pipeline.
+        ``programs``: what the rank runs, in order. ``shared``: by FQN of a parameter that other stages hold too, their ranks.
+        ``staged``: it is a position of a pipeline.
         """
         sources = {}
         trained: dict[str, Trained] = {}
@@ -55,14 +55,14 @@ class Books:
             form = contiguous_form(layout, value, self.footprints)
             sources[value.name] = form, self.ledger.hold(self.ledger.new(form.num_bytes, category))
             if self.trains and value.kind is ValueKind.PARAMETER and value.requires_grad:
-                copies, shards = num_copies(layout, self.mesh, self.config), num_shards(layout, self.mesh, self.config)
-                group = (layout.grad_partial, ZERO in layout.cut_axes, value.name in shared)
-                is_shared = value.name in shared
+                elsewhere = tuple((shared or {}).get(value.fqn or "", ()))
+                num_stages = 1 + len(elsewhere)
+                copies = num_copies(layout, self.mesh, self.config, num_stages)
+                shards = num_shards(layout, self.mesh, self.config, num_stages)
+                group = (layout.grad_partial, ZERO in layout.cut_axes, elsewhere)
                 cut = exchanged_over(layout, self.mesh, self.optimizer)
                 whole = tuple(map(estimated_size, layout.shape))
-                trained[value.name] = Trained(
-                    value.name, tuple(form.shape), value.dtype, copies, shards, group, is_shared, whole, cut
-                )
+                trained[value.name] = Trained(value.name, tuple(form.shape), value.dtype, copies, shards, group, whole, cut)
         for name, form in inputs.items():
             sources[name] = form, self.ledger.hold(self.ledger.new(form.num_bytes, "input"))
         used = dict.fromkeys(v.name for program in programs for step in program.body for v in reads(step) if v.name in trained)

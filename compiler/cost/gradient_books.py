@@ -140,7 +140,7 @@ class GradientBooks:
         order = {item.name: index for index, item in enumerate(reversed(trained))}
         for item in reversed(trained):
             split = self._is_split(item)
-            if item.copies == 1 and not item.is_shared and not split:
+            if item.copies == 1 and not split:
                 continue
             num_bytes = item.num_elements * self._element_bytes(item)
             key = item.group, item.dtype, bool(item.cut)

@@ -80,18 +80,20 @@ def gradient_bytes(optimizer: OptimizerMemory, dtype: torch.dtype, config: Compu
     return (settings.gradient_dtype(dtype) if settings.contiguous_gradients else dtype).itemsize
 
 
-def num_copies(layout: Layout, mesh: Mesh, config: ComputeConfig) -> int:
-    """The ranks among which the gradient of a parameter is summed. ``mesh``: on which it is stored."""
+def num_copies(layout: Layout, mesh: Mesh, config: ComputeConfig, num_stages: int = 1) -> int:
+    """The ranks among which the gradient of a parameter is summed. ``mesh``: on which it is stored; ``num_stages``: of a
+    pipeline, on as many meshes alike.
+    """
     units = config.num_units
     units //= mesh.axis_size(ZERO) if ZERO in layout.cut_axes else 1
-    return units * math.prod(mesh.axis_size(a) for a in layout.grad_partial if a in mesh.names)
+    return units * num_stages * math.prod(mesh.axis_size(a) for a in layout.grad_partial if a in mesh.names)
 
 
-def num_shards(layout: Layout, mesh: Mesh, config: ComputeConfig) -> int:
+def num_shards(layout: Layout, mesh: Mesh, config: ComputeConfig, num_stages: int = 1) -> int:
     """Into how many parts ZeRO splits the optimizer state of a parameter."""
     if config.use_zero not in (1, 2):  # stage 3 cuts the parameter itself
         return 1
-    return max(1, num_copies(layout, mesh, config) // config.zero_ngroups)
+    return max(1, num_copies(layout, mesh, config, num_stages) // config.zero_ngroups)
 
 
 def exchanged_over(layout: Layout, mesh: Mesh, optimizer: OptimizerMemory) -> tuple[tuple[str, int], ...]:
@@ -118,9 +120,9 @@ class Updated:
     share: float
 
     @classmethod
-    def of(cls, layout: Layout, mesh: Mesh, config: ComputeConfig, optimizer: OptimizerMemory) -> Updated:
+    def of(cls, layout: Layout, mesh: Mesh, config: ComputeConfig, optimizer: OptimizerMemory, num_stages: int = 1) -> Updated:
         """Its piece, the whole where the optimizer needs it, or of either what ZeRO leaves."""
-        pieces, shards = num_pieces(layout, mesh, optimizer), num_shards(layout, mesh, config)
+        pieces, shards = num_pieces(layout, mesh, optimizer), num_shards(layout, mesh, config, num_stages)
         shape = tuple(map(estimated_size, layout.shape)) if pieces > 1 else local_shape(layout, mesh)
         return cls(shape, 1 / (pieces * shards))
 
@@ -129,9 +131,11 @@ class Updated:
         return self.share * math.prod(self.shape)
 
 
-def kept_bytes(optimizer: OptimizerMemory, layout: Layout, dtype: torch.dtype, mesh: Mesh, config: ComputeConfig) -> float:
+def kept_bytes(
+    optimizer: OptimizerMemory, layout: Layout, dtype: torch.dtype, mesh: Mesh, config: ComputeConfig, num_stages: int = 1
+) -> float:
     """What a rank keeps of a parameter to update it, state and any master, on average: see :class:`Updated`."""
-    updated = Updated.of(layout, mesh, config, optimizer)
+    updated = Updated.of(layout, mesh, config, optimizer, num_stages)
     return updated.share * state_bytes(optimizer, updated.shape, dtype, config)
 
 

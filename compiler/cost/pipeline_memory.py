@@ -90,8 +90,7 @@ class _PositionMemory:
         mesh = program.programs[own[0]].plan.storage_mesh
         self.books = Books(mesh, config, optimizer, self.trains)
         declarations = program.declarations_of(own)
-        stages_of = {fqn: {program.plan.stages[index].ranks for index in found} for fqn, found in program.shared.items()}
-        shared = {d.value.name for d in declarations if len(stages_of.get(d.value.fqn or "", ())) > 1}
+        shared = program.holders_elsewhere(program.plan.stages[own[0]].ranks)
         programs = [program.programs[index] for index in own]
         self.sources = self.books.place(declarations, {}, programs, shared, staged=True)
         whole = sum(local_bytes(Layout.whole(v.shape), v.dtype, mesh) for v in program.graph.inputs)

@@ -124,7 +124,7 @@ class _Position:
         optimizer: OptimizerMemory,
     ) -> _Position:
         stages = tuple(program.stages_of(ranks[0]))
-        shared = holders_elsewhere(program, ranks)
+        shared = program.holders_elsewhere(ranks)
         mesh = program.programs[stages[0]].plan.storage_mesh
         reduction = Reduction.of(program.declarations_of(stages), mesh, config, hardware, optimizer, ranks, shared)
         settings = ReductionSettings.of(config, config.num_units)
@@ -166,16 +166,6 @@ class _Position:
 def _of_a_step(found: Mapping[tuple[int, int], float], num_microbatches: int) -> dict[str, float]:
     """By ``"stage 0 to 1"``, what is found of one microbatch, of all of them."""
     return {f"stage {a} to {b}": num_microbatches * value for (a, b), value in sorted(found.items()) if value}
-
-
-def holders_elsewhere(program: PipelineProgram, ranks: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """By FQN, the ranks of other stages that hold a parameter of the stages on ``ranks``."""
-    found = {}
-    for fqn, holders in program.shared.items():
-        on = dict.fromkeys(program.plan.stages[index].ranks for index in holders)
-        if ranks in on and len(on) > 1:
-            found[fqn] = tuple(other for other in on if other != ranks)
-    return found
 
 
 def stage_times(

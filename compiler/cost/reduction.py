@@ -163,9 +163,12 @@ class Reduction:
             value = declaration.value
             if value.kind is not ValueKind.PARAMETER or not value.requires_grad or config.inference_only:
                 continue
-            found[value.name] = where.sync(declaration, (shared or {}).get(value.fqn or "", ()))
-            step_s += update_s(declaration, mesh, config, hardware, optimizer)
-            share = num_shards(declaration.layout, mesh, config) if settings.frees_gradients else 1  # of what stays
+            elsewhere = (shared or {}).get(value.fqn or "", ())
+            found[value.name] = where.sync(declaration, elsewhere)
+            num_stages = 1 + len(elsewhere)
+            step_s += update_s(declaration, mesh, config, hardware, optimizer, num_stages)
+            # of what stays
+            share = num_shards(declaration.layout, mesh, config, num_stages) if settings.frees_gradients else 1
             sizes.append(accumulated_bytes(declaration, mesh, config, optimizer) / share)
         added_s = accumulation_s(sizes, num_microbatches, hardware)
         return cls(found, num_sums, settings.bucket_cap_bytes, step_s, added_s)
@@ -210,17 +213,21 @@ class _Where:
             gather_s = seconds(narrow, bucket_bytes=filled, collective="all_gather", num_groups=groups)
         axes = (*layout.grad_partial, *((STAGES,) if elsewhere else ()), *((UNITS,) if config.num_units > pieces else ()))
         size = local_bytes(layout, wide, self.mesh)
-        slice_bytes = size / max(1, num_shards(layout, self.mesh, config)) if across_s else 0.0
+        shards = num_shards(layout, self.mesh, config, 1 + len(elsewhere))
+        slice_bytes = size / shards if across_s else 0.0
         sent = (self.num_sums * size if sum_s else 0) + slice_bytes
         sent += local_bytes(layout, narrow, self.mesh) if gather_s else 0
-        return ParameterSync(sum_s, across_s, gather_s, axes, size, sent, self._exchange(declaration, held, places, pieces))
+        exchange = self._exchange(declaration, held, places, pieces, shards)
+        return ParameterSync(sum_s, across_s, gather_s, axes, size, sent, exchange)
 
-    def _exchange(self, declaration: Declaration, mesh: Mesh, ranks: tuple[int, ...], units: int) -> Exchange:
-        """Of one parameter, which lies on ``mesh`` over ``units`` units at a time. ``ranks``: of the first of these."""
+    def _exchange(self, declaration: Declaration, mesh: Mesh, ranks: tuple[int, ...], units: int, shards: int) -> Exchange:
+        """Of one parameter, which lies on ``mesh`` over ``units`` units at a time. ``ranks``: of the first of these.
+
+        ``shards``: how many split its state.
+        """
         dtype, layout, config, settings = declaration.value.dtype, declaration.layout, self.config, self.settings
         if num_pieces(layout, mesh, self.optimizer) == 1:
             return NO_EXCHANGE
-        shards = num_shards(layout, self.mesh, config)
         summed = summed_dtype(settings, dtype, shards)
         return exchange_of(
             layout, summed, dtype, mesh, ranks, self.hardware, num_units=config.num_units // units,
@@ -265,12 +272,19 @@ def parameter_s(
 
 
 def update_s(
-    declaration: Declaration, mesh: Mesh, config: ComputeConfig, hardware: Hardware, optimizer: OptimizerMemory
+    declaration: Declaration,
+    mesh: Mesh,
+    config: ComputeConfig,
+    hardware: Hardware,
+    optimizer: OptimizerMemory,
+    num_stages: int = 1,
 ) -> float:
-    """Seconds of the optimizer's pass over what this rank updates of one parameter, and of the products in it."""
+    """Seconds of the optimizer's pass over what this rank updates of one parameter, and of the products in it. ``num_stages``:
+    of a pipeline that hold the parameter.
+    """
     dtype = declaration.value.dtype
-    updated = Updated.of(declaration.layout, mesh, config, optimizer)
-    kept = kept_bytes(optimizer, declaration.layout, dtype, mesh, config)
+    updated = Updated.of(declaration.layout, mesh, config, optimizer, num_stages)
+    kept = kept_bytes(optimizer, declaration.layout, dtype, mesh, config, num_stages)
     state_dtype = ReductionSettings(table=config.optimizer_table).state_dtype(dtype)
     products = optimizer.products(updated.shape, state_dtype)
     products_s = sum(hardware.device.matmul_s(p.m, p.n, p.k, p.dtype, p.batch) for p in products)

@@ -17,7 +17,7 @@ from shardwright.runtime.zero.split import balanced_owners
 @dataclass(frozen=True, slots=True)
 class Trained:
     """A piece ``shape`` of a trained parameter on this rank, summed over ``copies`` ranks that split its state into ``shards``.
-    Parameters of one ``group`` are summed over the same ranks. ``is_shared``: other stages hold it too.
+    Parameters of one ``group`` are summed over the same ranks.
 
     ``cut``: the axes, and their sizes, over which pieces lie that make a tensor of shape ``whole``, where the optimizer needs
     that; empty where it takes the piece.
@@ -29,7 +29,6 @@ class Trained:
     copies: int
     shards: int
     group: object
-    is_shared: bool = False
     whole: tuple[int, ...] = ()
     cut: tuple[tuple[str, int], ...] = ()
 

@@ -83,3 +83,12 @@ class PipelineProgram:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that a unit rank runs."""
         return tuple(index for index, stage in enumerate(self.plan.stages) if rank in stage.ranks)
+
+    def holders_elsewhere(self, ranks: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """By FQN, the ranks of other stages that hold a parameter of the stages on ``ranks``."""
+        found = {}
+        for fqn, holders in self.shared.items():
+            on = dict.fromkeys(self.plan.stages[index].ranks for index in holders)
+            if ranks in on and len(on) > 1:
+                found[fqn] = tuple(other for other in on if other != ranks)
+        return found

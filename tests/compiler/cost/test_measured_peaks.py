@@ -52,6 +52,7 @@ PIPELINES = [
     PeakCase("pp", num_microbatches=2),
     PeakCase("pp", num_microbatches=8),
     PeakCase("pp", num_microbatches=4, recompute=BLOCKS, options={"stage_starts": ("transformer.h.2",)}),
+    PeakCase("pp", num_microbatches=8, fields={"use_zero": 1}),  # the tied embedding is split between its two stages
     *(
         PeakCase("pp", num_microbatches=4, options={"schedule": name, **({"chunks": 2} if chunks else {})})
         for name, chunks in (("gpipe", False), ("1f1b_interleaved", True), ("zb_h1", False), ("zb_v", True))

@@ -1,6 +1,7 @@
 """Predicted peaks against the bytes that really live, on ranks that are threads, and laws of the books."""
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,19 @@ def test_zero_splits_the_state() -> None:
     two = program_memory(compiled.program, replace(config, use_zero=1, zero_ngroups=2))  # type: ignore[arg-type]
     assert split.optimizer_bytes == pytest.approx(whole.optimizer_bytes / 4, rel=1e-3)
     assert two.optimizer_bytes == pytest.approx(whole.optimizer_bytes / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize(("runtime", "groups"), [(2, 1), (4, 1), (4, 2)])
+def test_zero_splits_what_stages_share_between_them_too(runtime: int, groups: int) -> None:
+    """As the runtime does: over all ranks that hold a copy, whichever stage they are of."""
+    _, _, compiled, config = compiled_case("gpt2", "pp", 2, runtime, {"num_microbatches": 2})
+    plain = predicted(compiled, config)
+    split = predicted(compiled, replace(config, use_zero=1, zero_ngroups=groups))
+    (tied,) = (value for value in compiled.program.graph.parameters if value.fqn == "transformer.wte.weight")
+    tied_bytes, units = 2 * tied.dtype.itemsize * prod(tied.shape), runtime // 2 // groups
+    for before, after in zip(plain, split, strict=True):
+        expected = (before.optimizer_bytes - tied_bytes) / units + tied_bytes / (2 * units)
+        assert after.optimizer_bytes == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,14 @@ def load_class(directory: Path | str, rank: int | None = None) -> type[ParallelM
     return loaded
 
 
+def unload(loaded: type[ParallelModule]) -> None:
+    """Let go of the module that defines a loaded class, as soon as nothing uses the class any more. Of what it still runs,
+    tracebacks show no lines.
+    """
+    module = sys.modules.pop(loaded.__module__)
+    linecache.cache.pop(str(module.__file__), None)
+
+
 def _checked_source(directory: Path, name: str, manifest: Manifest) -> bytes:
     """The bytes of a code file, if they are those the manifest stands for."""
     source = read_file(directory, name)

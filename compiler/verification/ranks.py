@@ -13,8 +13,9 @@ from torch import Tensor
 
 from shardwright.compiler.verification.reference import OptimizerFactory, Reference, loss_of
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.loader import load_class
+from shardwright.runtime.loader import load_class, unload
 from shardwright.runtime.manifest import Manifest
+from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.training.optimizer import build_optimizer
 from shardwright.runtime.zero.gathering import gathered_gradients
@@ -86,16 +87,29 @@ def train_rank(
     training: bool,
 ) -> Held:
     """Train as rank ``index`` of the current world, with ``samples`` on its device; what the rank has afterwards."""
-    module = load_class(directory)()
+    loaded = load_class(directory)
+    held = _train(loaded(), config, samples[index // config.plan_ngpus], steps, optimizer, training)
+    unload(loaded)
+    return held
+
+
+def _train(
+    module: ParallelModule,
+    config: ComputeConfig,
+    samples: Sequence[Mapping[str, Any]],
+    steps: int,
+    optimizer: OptimizerFactory,
+    training: bool,
+) -> Held:
     module.train(training)
     stepper = build_optimizer(module, optimizer, config)
     held = Held()
     for step in range(steps):
         stepper.zero_grad()
         if config.use_end2end:
-            results = module.train_step([_sample(module, inputs) for inputs in samples[index // config.plan_ngpus]])
+            results = module.train_step([_sample(module, inputs) for inputs in samples])
         else:
-            (inputs,) = samples[index // config.plan_ngpus]
+            (inputs,) = samples
             results = [module(**inputs)]
             loss_of(results[0]).backward()  # type: ignore[no-untyped-call]
         held.losses.append([loss_of(result).detach().clone() for result in results])

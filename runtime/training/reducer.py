@@ -10,6 +10,7 @@ starts in :meth:`Reducer.sync`.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -59,9 +60,9 @@ class Reducer:
         self._post_hooks: Hooks = OrderedDict()
         self._handles = [
             member.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                self._on_gradient(bucket, index)
+                _arrival(weakref.ref(self), position, index)
             )
-            for bucket in self.buckets
+            for position, bucket in enumerate(self.buckets)
             for index, member in enumerate(bucket.members)
         ]
 
@@ -161,27 +162,23 @@ class Reducer:
         """Whether it still sums: none was made for the same parameters since."""
         return bool(self._handles) or not self.buckets
 
-    def _on_gradient(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
-        member = bucket.members[index]
-
-        def arrive(parameter: Tensor) -> None:
-            if bucket.has_reduced(index):
-                raise UsageError(
-                    f"backward reached {member.name!r} after its gradient was synchronised",
-                    why="each gradient is summed over the ranks once; adding to a sum would count it again",
-                    hint="call optimizer.zero_grad() before this backward; to accumulate, synchronise after the last one",
-                )
-            if self.is_synced:  # the user cleared the gradients by other means than the optimizer's zero_grad
-                self.reopen()
-            if (self.asynchronous or self.frees_gradients) and not self._holding:
-                self._refuse_second_backward(bucket, index)
-                bucket.take(index)
-                bucket.arrived.add(index)
-                self._start_complete()
-            else:
-                bucket.take(index)
-
-        return arrive
+    def _arrive(self, bucket: Bucket, index: int) -> None:
+        """The gradient of a member of a bucket has been accumulated."""
+        if bucket.has_reduced(index):
+            raise UsageError(
+                f"backward reached {bucket.members[index].name!r} after its gradient was synchronised",
+                why="each gradient is summed over the ranks once; adding to a sum would count it again",
+                hint="call optimizer.zero_grad() before this backward; to accumulate, synchronise after the last one",
+            )
+        if self.is_synced:  # the user cleared the gradients by other means than the optimizer's zero_grad
+            self.reopen()
+        if (self.asynchronous or self.frees_gradients) and not self._holding:
+            self._refuse_second_backward(bucket, index)
+            bucket.take(index)
+            bucket.arrived.add(index)
+            self._start_complete()
+        else:
+            bucket.take(index)
 
     def _start_complete(self) -> None:
         """Start buckets in order as far as they are complete."""
@@ -217,6 +214,21 @@ class Reducer:
         with torch.no_grad():
             for hook in tuple(self._post_hooks.values()):
                 hook(self, gradients)
+
+
+def _arrival(reducer: weakref.ref[Reducer], position: int, index: int) -> Callable[[Tensor], None]:
+    """The hook of member ``index`` of a reducer's bucket ``position``.
+
+    It holds nothing that leads to its parameter: the garbage collector does not see through hooks of this kind, and neither
+    would ever be let go.
+    """
+
+    def arrive(parameter: Tensor) -> None:
+        alive = reducer()
+        if alive is not None:
+            alive._arrive(alive.buckets[position], index)
+
+    return arrive
 
 
 def _register(hooks: Hooks, hook: ReducerHook) -> RemovableHandle:

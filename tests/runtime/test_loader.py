@@ -1,16 +1,19 @@
 """Loading generated files: what is executed is what was checked."""
 
+import gc
 import inspect
 import json
+import linecache
 import sys
 import traceback
+import weakref
 
 import pytest
 import torch
 from mlp_files import make_batch, make_model, write_files
 
 from shardwright.runtime.errors import LoadError
-from shardwright.runtime.loader import load_class
+from shardwright.runtime.loader import load_class, unload
 from shardwright.runtime.manifest import FORMAT_VERSION, Manifest, accept
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.ranks.threads import run_ranks
@@ -44,6 +47,17 @@ def test_each_load_is_a_module_of_its_own(files):
     assert first is not second and first.__module__ != second.__module__
     assert sys.modules[first.__module__].MLP is first
     assert not list(files.glob("**/*.pyc"))
+
+
+def test_an_unloaded_class_lives_as_long_as_it_is_used(files):
+    cls = load_class(files, 0)
+    name, alive = cls.__module__, weakref.ref(cls)
+    unload(cls)
+    assert name not in sys.modules and str(files / "gencode0.py") not in linecache.cache
+    assert alive().rank == 0
+    del cls
+    gc.collect()
+    assert alive() is None
 
 
 def test_source_and_tracebacks_show_what_was_executed(tmp_path):

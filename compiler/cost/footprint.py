@@ -179,7 +179,8 @@ class Footprints:
         sent = [(y, g) for y, g in zip(results, gradients, strict=True) if g is not None and y.requires_grad]
         outputs, grad_outputs = [y for y, _ in sent], [g for _, g in sent]
         live = LiveBytes([*operands, *outputs, *grad_outputs, *kept])
-        del results, sent, kept
+        del results, sent
+        kept.clear()  # the hooks that autograd has of each saved tensor hold the list
         with self.rank.mode, live:
             before = live.now
             found = torch.autograd.grad(outputs, [operands[i] for i in wanted], grad_outputs, allow_unused=True)

@@ -60,7 +60,7 @@ def rnn_workspace_bytes(
         with _disable_current_modes(), torch.enable_grad():
             tensors = [torch.zeros(shape, dtype=dtype) for shape in (*shapes, (batch, hidden), (batch, hidden))]
             found = torch.ops.aten.mkldnn_rnn_layer(*tensors, *before, hidden, *after)
-        return found[3].numel() * found[3].element_size()
+        return int(found[3].nbytes)
 
     if steps <= MOST_STEPS:
         return scale * asked(steps)

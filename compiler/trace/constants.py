@@ -8,8 +8,9 @@ import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from shardwright.compiler.ir.op import Arg, RankDevice, map_leaves
+from shardwright.compiler.ir.op import Arg, RankDevice, leaves, map_leaves
 from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.trace.normalise import FACTORIES
 from shardwright.compiler.trace.recorder import Recorder
 from shardwright.runtime.errors import TraceError
 
@@ -27,6 +28,10 @@ _RANDOM = {
 }
 _RANDOM |= {"bernoulli", "uniform", "poisson", "empty", "empty_like", "new_empty"}
 
+SIZED = {"view", "reshape", "expand", "broadcast_to", "repeat", "tile", "unflatten", "split", "narrow", "roll", "pad"}
+SIZED |= {"interpolate", "zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty", "new_full"}
+"""Operators whose sizes may be tensors of one integer; a graph holds numbers there."""
+
 
 class _NotConstant(Exception):
     """The value depends on an input, a parameter or a random number."""
@@ -39,6 +44,9 @@ class Constants:
         self._recorder, self._mode = recorder, mode
         self._fakes: dict[int, torch.Tensor] = {}
         self._real: dict[str, torch.Tensor] = {}
+        self._made_of: dict[str, frozenset[str]] = {}  # of values in _real: the buffers they follow from
+        self.read: set[str] = set()
+        """Names of the buffers whose values forward has looked at."""
         self._attributes = {
             id(value): f"{path}.{name}" if path else name
             for path, submodule in module.named_modules()
@@ -64,6 +72,12 @@ class Constants:
         with unset_fake_temporarily():
             return self._bind(function(*args, **kwargs), "const")
 
+    def add_buffer(self, name: str, tensor: torch.Tensor) -> None:
+        """Let the values of a buffer be known that no checkpoint holds: a part of how the module was built."""
+        if not tensor.is_meta:
+            self._real[name] = tensor.detach().cpu()
+            self._made_of[name] = frozenset((name,))
+
     def real(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of a tensor that follows from constants alone, computed for real; ``None`` for any other."""
         if not isinstance(tensor, FakeTensor):
@@ -71,10 +85,29 @@ class Constants:
         if id(tensor) not in self._recorder.variables:
             return None
         with unset_fake_temporarily(), torch.no_grad():
+            value = self._recorder.value(tensor)
             try:
-                return self._evaluate(self._recorder.value(tensor))
+                real = self._evaluate(value)
             except _NotConstant:
                 return None
+            self.read |= self._made_of.get(value.name, frozenset())
+            return real
+
+    def sizes(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of an operator of :data:`SIZED` with numbers in the place of tensors whose values are known."""
+
+        def number(arg: Any) -> Any:
+            if type(arg) in (tuple, list):
+                return type(arg)(number(item) for item in arg)
+            if not isinstance(arg, torch.Tensor) or arg.ndim or arg.is_floating_point() or arg.is_complex():
+                return arg
+            real = self.real(arg)
+            with unset_fake_temporarily():
+                return arg if real is None else real.item()
+
+        kept = 0 if name in FACTORIES else 1
+        named = {key: arg if key in ("input", "self") else number(arg) for key, arg in kwargs.items()}
+        return (*args[:kept], *map(number, args[kept:])), named
 
     def _evaluate(self, value: IRValue) -> torch.Tensor:
         known = self._real.get(value.name)
@@ -87,6 +120,8 @@ class Constants:
             kwargs = {name: map_leaves(arg, self._real_argument) for name, arg in call.kwargs.items()}
             result = call.function(*args, **kwargs)
             known = self._real[value.name] = result if isinstance(result, torch.Tensor) else result[index]
+            read = (leaf for arg in (*call.args, *call.kwargs.values()) for leaf in leaves(arg) if isinstance(leaf, IRValue))
+            self._made_of[value.name] = frozenset().union(*(self._made_of.get(leaf.name, ()) for leaf in read))
         return known
 
     def _real_argument(self, leaf: Arg) -> Any:

@@ -14,9 +14,11 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as checkpointing
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwright.compiler.trace.running_modules import RunningModules
+from shardwright.compiler.trace.source import user_location
 from shardwright.runtime.errors import TraceError
 
 
@@ -59,12 +61,14 @@ def patched(
         stack.enter_context(_functions_applied_by(tracer.apply_function))
         stack.enter_context(_checkpoints_traced_through(running, tracer.run_reentrant))
         stack.enter_context(_scripts_inlined())
+        stack.enter_context(_modules_converted())
         stack.enter_context(_training_watched(note_training))
         stack.enter_context(_batches_averaged())
         stack.enter_context(_constants_readable(real_values))
         if hasattr(torch, "_check_tensor_all_with"):  # a check of values: nothing to check, nothing to compute
             stack.enter_context(replaced(torch, "_check_tensor_all_with", lambda *args, **kwargs: None))
         stack.enter_context(replaced(torch.distributions.Distribution, "_validate_args", False))  # checks of values, too
+        stack.enter_context(replaced(FakeTensor, "tolist", torch.Tensor.tolist))  # its own calls item() for every element
         if "torch._dynamo" in sys.modules:  # compiled functions run as the Python they were made from
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
@@ -143,6 +147,29 @@ def _scripts_inlined() -> Iterator[None]:
     with replaced(torch.jit.ScriptFunction, "__call__", inlined):
         yield
     assert torch.jit.ScriptFunction.__call__ is call
+
+
+@contextmanager
+def _modules_converted() -> Iterator[None]:
+    """``module.to(dtype)`` leaves parameters alone that have this dtype. Others are not changed by forward."""
+    original = torch.nn.Module._apply
+
+    def apply(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
+        for name, tensor in (*self.named_parameters(recurse=recurse), *self.named_buffers(recurse=recurse)):
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                dtype = fn(tensor).dtype
+            if dtype != tensor.dtype:
+                raise TraceError(
+                    f"forward converts {name} of a {type(self).__name__} from {tensor.dtype} to {dtype}",
+                    where=str(user_location()),
+                    why="it would be of another dtype after the first call than before",
+                    hint="convert the module before compiling, or cast in forward what it is given",
+                )
+        return self
+
+    with replaced(torch.nn.Module, "_apply", apply):
+        yield
+    assert torch.nn.Module._apply is original
 
 
 @contextmanager

@@ -126,6 +126,8 @@ class _Run:
             value = source_value(tensor, self.recorder.names)
             self.recorder.bind_source(fake, value)
             self.sources.append((tensor, fake, value))
+            if not tensor.persistent:
+                self.constants.add_buffer(value.name, tensor.original)
             for holder, key in tensor.places:
                 holder[key] = fake
 
@@ -176,6 +178,12 @@ class _Run:
                 raise TraceError(f"forward removes the buffer {tensor.names[0]}", hint="keep it, and change its contents")
             after = self.recorder.value(now)
             if after.name != value.name:
+                if value.name in self.constants.read:
+                    raise TraceError(
+                        f"forward changes the buffer {tensor.names[0]}, whose values decide what it computes",
+                        why="the traced graph does in every call what it does in the first one",
+                        hint="keep what decides in a buffer that forward leaves as it is, or in a number",
+                    )
                 yield value, after
 
     def _warn_written_inputs(self) -> None:

@@ -74,12 +74,17 @@ def _assigned_names(code: CodeType, offset: int) -> tuple[str, ...]:
 
 def _instructions_after(code: CodeType, offset: int) -> list[dis.Instruction]:
     """The instructions behind the one at ``offset``."""
-    instructions, offsets = _disassemble(code)
-    position = bisect.bisect_right(offsets, offset)  # the offset of a running call may lie inside its inline cache
-    return list(instructions[position : position + 10])
+    position = position_after(code, offset)
+    return list(disassemble(code)[0][position : position + 10])
+
+
+def position_after(code: CodeType, offset: int) -> int:
+    """The position, among the instructions of ``code``, behind the one at ``offset``."""
+    return bisect.bisect_right(disassemble(code)[1], offset)  # the offset of a running call may lie inside its inline cache
 
 
 @functools.lru_cache(maxsize=4096)
-def _disassemble(code: CodeType) -> tuple[tuple[dis.Instruction, ...], tuple[int, ...]]:
+def disassemble(code: CodeType) -> tuple[tuple[dis.Instruction, ...], tuple[int, ...]]:
+    """The instructions of ``code`` that do something, and their offsets."""
     instructions = tuple(i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG"))
     return instructions, tuple(instruction.offset for instruction in instructions)

@@ -22,11 +22,14 @@ from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.known_functions import register_known
 from shardwright.compiler.trace import inplace
 from shardwright.compiler.trace.callables import is_getter, is_setter, plain_name
-from shardwright.compiler.trace.constants import Constants
+from shardwright.compiler.trace.constants import SIZED, Constants
 from shardwright.compiler.trace.fake_forms import FAKE_FORMS
 from shardwright.compiler.trace.normalise import on_rank_device
 from shardwright.compiler.trace.opening import opened
 from shardwright.compiler.trace.recorder import Call, Recorder, TensorType, Variable
+from shardwright.compiler.trace.source import user_frame
+from shardwright.compiler.trace.strided import strided
+from shardwright.compiler.trace.value_checks import passing, unread
 from shardwright.compiler.trace.values_needed import VALUE_READERS, explained
 from shardwright.runtime.errors import ShardwrightError, TraceError
 
@@ -37,10 +40,14 @@ _CASTS = {"to", "float", "double", "half", "bfloat16", "int", "long", "bool", "t
 _DEVICE_MOVES = {"cpu", "cuda", "xpu"}
 _CPU = torch.device("cpu")
 """Where fake tensors live, whatever device the model names: the rank's device takes its place when the program runs."""
+_PIECES = {"split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk", "unsafe_chunk", "tensor_split"}
+_PIECES |= {"unbind"}
 _GRADIENT_HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 _STATISTICS = {"batch_norm", "instance_norm"}
 """Operators that update their running statistics themselves when they run."""
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+_NO_DATA = "its data is not allocated yet"
+"""What torch says where it reads the memory of a fake tensor itself."""
 
 
 class Tracer(TorchFunctionMode):
@@ -75,9 +82,11 @@ class Tracer(TorchFunctionMode):
         except ShardwrightError:
             raise
         except (*_DATA_DEPENDENT, UnsupportedOperatorException) as error:
+            if (passes := self._passing_check(name)) is not None:
+                return passes
             raise self._untraceable(func, name, error) from error
         except Exception as error:
-            if name in VALUE_READERS:
+            if name in VALUE_READERS or _NO_DATA in str(error):
                 raise self._untraceable(func, name, error) from error
             raise
 
@@ -131,6 +140,10 @@ class Tracer(TorchFunctionMode):
             return self._in_place(func, functional, args, kwargs, args, kwargs)
         if func not in self._open and registry.find(func) is None and (parts := opened(func)) is not None:
             return self._run_open(func, parts, args, kwargs)
+        if name == "as_strided":
+            return self._run_strided(func, args, kwargs)
+        if name in SIZED:
+            args, kwargs = self._constants.sizes(name, args, kwargs)
         return self.record(func, name, args, kwargs)
 
     def _run_open(self, func: Any, parts: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -142,6 +155,19 @@ class Tracer(TorchFunctionMode):
         finally:
             self._open.pop()
 
+    def _run_strided(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``x.as_strided(...)`` as slices and windows of dims, see :mod:`shardwright.compiler.trace.strided`."""
+        self._run(func, args, kwargs)  # torch's own checks
+        with self:
+            out = strided(*args, **kwargs)
+        if out is None:
+            raise self._error(
+                "as_strided() reads memory in a way that is not along the dims of its tensor",
+                "index, slice or unfold the tensor instead",
+                "a rank's tensors lie in memory in another way than the model's on one device",
+            )
+        return out
+
     # recording
 
     def record(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any = None) -> Any:
@@ -151,6 +177,8 @@ class Tracer(TorchFunctionMode):
         versions = [tensor._version for tensor in inputs if not tensor.is_inference()]
         out = self._run(run or func, args, kwargs)
         results = list(_tensors(out))
+        if name in _PIECES and len(results) == 1:  # in a graph, an operator of one result gives no tuple
+            return type(out)((self._only_piece(name, args, kwargs),))
         found = registry.find(func)
         changed = versions != [tensor._version for tensor in inputs if not tensor.is_inference()]
         if changed and not (found and found[0].name in _STATISTICS or name in _STATISTICS):
@@ -181,6 +209,14 @@ class Tracer(TorchFunctionMode):
         values = recorder.emit(call, [TensorType.of(result) for result in results])
         self._bind(results, values, inputs, call)
         return out
+
+    def _only_piece(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The one piece that a tensor is cut into: all of it, for ``unbind`` without the dim of size 1."""
+        tensor = args[0] if args else kwargs["tensor" if "tensor" in kwargs else "input"]
+        index: tuple[Any, ...] = (slice(None),)
+        if name == "unbind":
+            index = (*index * ((args[1] if len(args) > 1 else kwargs.get("dim", 0)) % tensor.ndim), 0)
+        return self.record(torch.Tensor.__getitem__, "__getitem__", (tensor, index), {})
 
     def _bind(self, results: list[torch.Tensor], values: list[IRValue], inputs: list[torch.Tensor], call: Call) -> None:
         """Let the results stand for their values; a result that shares memory with the first input is a view of it."""
@@ -240,7 +276,7 @@ class Tracer(TorchFunctionMode):
     def _reshaped_in_place(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``x.unsqueeze_(0)`` and the like: ``x`` becomes a view of what it was."""
         view = getattr(torch.Tensor, name[:-1])
-        variable = self._recorder.variable(self.record(view, plain_name(view), args, kwargs))
+        variable = self._recorder.variable(self._call(view, plain_name(view), args, kwargs))
         out = self._run(func, args, kwargs)
         self._recorder.bind(args[0], variable)
         return out
@@ -333,6 +369,20 @@ class Tracer(TorchFunctionMode):
         )
         with torch.no_grad():
             return function(*args)
+
+    # checks
+
+    def _passing_check(self, name: str) -> Any:
+        """What a call that reads a value returns where nothing but a check of values depends on it; else ``None``."""
+        read = {"__bool__": passing, "item": unread}.get(name)
+        passes = read(user_frame()) if read else None
+        if passes is not None:
+            warnings.warn(
+                f"the compiled module leaves out a check of values: {self._recorder.where()}; "
+                "it goes on where forward would raise",
+                stacklevel=3,
+            )
+        return passes
 
     # errors
 

@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from interpret import run_graph
 from torch import Tensor, nn
 from tracing import traced
@@ -55,6 +56,46 @@ def test_values_of_constants_may_be_read() -> None:
             return x
 
     assert len(traced(Reads(), {"x": X}).ops) == 2
+
+
+def test_sizes_may_be_tensors() -> None:
+    """A graph holds numbers for them: of what was counted, and of buffers that no checkpoint holds."""
+
+    class Pads(nn.Module):
+        def __init__(self, persistent: bool = False) -> None:
+            super().__init__()
+            self.register_buffer("stride", torch.tensor(3), persistent=persistent)
+
+        def forward(self, x: Tensor) -> Tensor:
+            missing = -x.shape[1] % self.stride
+            x = F.pad(x, (missing, self.stride - 1)) if missing > 0 else x
+            return x.view(x.shape[0], torch.div(x.shape[1], 2, rounding_mode="trunc"), 2)
+
+    graph = traced(Pads(), {"x": X})
+    arguments = {op.target: dict(op.args) for op in graph.ops}
+    assert arguments["pad"]["pad"] == (2, 2) and arguments["view"]["shape"] == (3, 4, 2)
+    with pytest.raises(TraceError, match=r"__bool__\(\) needs the values"):
+        trace(Pads(persistent=True), {"x": X})
+
+
+def test_a_buffer_that_decides_stays_as_it_is() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = nn.Buffer(torch.tensor(0), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = bool(self.calls == 0)
+            self.calls += 1
+            return x if first else -x
+
+    with pytest.raises(TraceError) as caught:
+        trace(Counts(), {"x": X})
+    assert str(caught.value) == (
+        "forward changes the buffer calls, whose values decide what it computes\n"
+        "  why:   the traced graph does in every call what it does in the first one\n"
+        "  try:   keep what decides in a buffer that forward leaves as it is, or in a number"
+    )
 
 
 def test_caches_of_functions_keep_nothing_of_a_trace() -> None:

@@ -84,7 +84,7 @@ def to_numpy(x: Tensor) -> Tensor:
     [
         (branches, "__bool__", "choose between results with torch.where, apply a mask whether it masks anything or not"),
         (item, "item", "keep it a tensor: x * y.max() computes what x * y.max().item() does"),
-        (loops, "item", "keep it a tensor"),
+        (loops, "tolist", "compute with torch's own operators on the tensor"),
         (first_rows, "__int__", "use the tensor itself as an index, or a mask over all places"),
         (nonzero, "nonzero", "keep all elements, and give those that do not count the weight 0"),
         (mask_select, "__getitem__", "keep all elements, and give those that do not count the weight 0"),
@@ -95,8 +95,6 @@ def to_numpy(x: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_values_are_needed(function: object, name: str, remedy: str, dynamic: bool) -> None:
-    if dynamic and function is loops:
-        pytest.skip("iterating over a dynamic dim is refused before")
     text = error_of(function, dynamic_dims={"x": {0: "rows"}} if dynamic else None)
     first, where, why, hint = text.split("\n")
     assert first == f"{name}() needs the values of a tensor while tracing"
@@ -106,6 +104,25 @@ def test_values_are_needed(function: object, name: str, remedy: str, dynamic: bo
     assert why == f"  why:   {unsized}the traced graph must be right for all inputs, and no values exist while tracing"
     assert hint.startswith(f"  try:   {remedy}")
     assert hint.endswith("; or put the code into a function, and register_op it with fake=")
+
+
+def test_a_module_is_not_converted_in_forward() -> None:
+    class Router(nn.Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            self.inner, self.dtype = nn.Linear(4, 2).double(), dtype
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner.to(self.dtype)(x.to(self.dtype))
+
+    assert [op.target for op in trace(Router(torch.float64), {"x": X}).ops] == ["linear"]
+    with pytest.raises(TraceError) as caught:
+        trace(Router(torch.float16), {"x": X})
+    first, where, why, hint = str(caught.value).split("\n")
+    assert first == "forward converts weight of a Linear from torch.float64 to torch.float16"
+    assert __file__ in where
+    assert why == "  why:   it would be of another dtype after the first call than before"
+    assert hint == "  try:   convert the module before compiling, or cast in forward what it is given"
 
 
 @register_op("* -> *")

@@ -24,6 +24,9 @@ MOST_STEPS = 32
 class Workspaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, the fake forms of calls with a workspace make one."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is not torch.ops.aten.mkldnn_rnn_layer.default or not isinstance(result[3], FakeTensor):

@@ -84,6 +84,9 @@ class Tracer(TorchFunctionMode):
         except (*_DATA_DEPENDENT, UnsupportedOperatorException) as error:
             if (passes := self._passing_check(name)) is not None:
                 return passes
+            if (real := self._real_values((args, kwargs))) is not None:
+                with unset_fake_temporarily():
+                    return func(*real[0], **real[1])
             raise self._untraceable(func, name, error) from error
         except Exception as error:
             if name in VALUE_READERS or _NO_DATA in str(error):
@@ -115,9 +118,9 @@ class Tracer(TorchFunctionMode):
             raise self._error(
                 f"forward calls {name}() on a tensor, which tracing would lose", "write it as a torch.autograd.Function"
             )
-        if name in VALUE_READERS and (real := self._real_values(args)) is not None:
+        if name in VALUE_READERS and (real := self._real_values((args, kwargs))) is not None:
             with unset_fake_temporarily():
-                return func(*real, **kwargs)
+                return func(*real[0], **real[1])
         if isinstance(kwargs.get("out"), torch.Tensor):
             result = self._call(func, name, args, {key: value for key, value in kwargs.items() if key != "out"})
             return self._overwrite(torch.Tensor.copy_, "copy_", (kwargs["out"], result), {})
@@ -302,11 +305,28 @@ class Tracer(TorchFunctionMode):
         requires_grad = kwargs.pop("requires_grad", False)
         return self._constants.literal(func, args, kwargs).requires_grad_(requires_grad)
 
-    def _real_values(self, args: tuple[Any, ...]) -> list[Any] | None:
-        """The arguments with real values in the place of fakes, if all of them are constants."""
-        real = [self._constants.real(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
-        known = all(new is not None or old is None for new, old in zip(real, args, strict=True))
-        return real if known else None
+    def _real_values(self, arguments: Any) -> Any:
+        """The arguments with real values in the place of fakes; ``None`` if some depend on more than constants."""
+        unknown = False
+
+        def known(arg: Any) -> Any:
+            nonlocal unknown
+            if isinstance(arg, dict):
+                return {key: known(item) for key, item in arg.items()}
+            if isinstance(arg, tuple | list):
+                items = [known(item) for item in arg]
+                return items if isinstance(arg, list) else tuple(items)
+            if isinstance(arg, slice):
+                return slice(known(arg.start), known(arg.stop), known(arg.step))
+            if not isinstance(arg, torch.Tensor):
+                unknown |= isinstance(arg, torch.SymInt | torch.SymFloat)
+                return arg
+            real = self._constants.real(arg)
+            unknown |= real is None
+            return real
+
+        found = known(arguments)
+        return None if unknown else found
 
     # running
 

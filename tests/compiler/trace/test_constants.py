@@ -78,6 +78,20 @@ def test_sizes_may_be_tensors() -> None:
         trace(Pads(persistent=True), {"x": X})
 
 
+def test_what_is_made_of_constants_may_have_any_size() -> None:
+    class Triangle(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.ones(len(x), 4).tril()
+            places = mask.nonzero()
+            last = places[places[:, 0] == 2][:, 1]
+            counts = torch.where(mask > 0)[0].repeat_interleave(torch.tensor(2))
+            return x[:, last] + torch.masked_select(mask, mask > 0).sum() + len(counts)
+
+    graph = traced(Triangle(), {"x": X})
+    assert graph.output.value.shape == (3, 3)
+    assert graph.ops[-1].arg("other") == 12
+
+
 def test_a_buffer_that_decides_stays_as_it_is() -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:

@@ -9,8 +9,9 @@ heads, ffn and vocabulary, never the hidden dim: Megatron's plan, without knowin
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
@@ -19,7 +20,8 @@ from shardwright.compiler.cost.communication import estimate
 from shardwright.compiler.ir.dims import ModelDims
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
-from shardwright.compiler.ir.size import product
+from shardwright.compiler.ir.size import Size, product
+from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.rule import TensorRefs
 from shardwright.compiler.ops.strategy import has_factor
 from shardwright.compiler.passes.dim_names import is_data
@@ -36,72 +38,210 @@ has no work to share out."""
 
 
 @dataclass(frozen=True)
+class Chosen:
+    """The indices of the dim classes to split over an axis of ``axis_size`` ranks, and what that is worth: the objective."""
+
+    axis_size: int
+    classes: set[int]
+    worth: int
+
+
+@dataclass(frozen=True)
 class _Option:
-    """One class split in one operator: the work that has it, the share of that and of the weights that a rank is spared, and
-    the values that travel.
+    """One class split in one operator, where it is a factor: the share of the work with it and of the weights that a rank is
+    spared, and the values that travel.
     """
 
     op: IROp
+    factor: str
     dim_class: int
-    work: float
     saved: float
     travels: tuple[str, ...]
 
 
 def choose_dims(graph: IRGraph, axis_size: int) -> set[int]:
-    """The indices of the dim classes to split over an axis of that many ranks."""
-    dims = graph.dims
-    assert dims is not None
-    sources = weight_sources(graph)
-    eligible = _weight_classes(graph, dims, sources)
-    options = [o for op in graph.ops for o in _options(op, graph, dims, axis_size, sources) if o.dim_class in eligible]
-    candidates = sorted({option.dim_class for option in options if option.saved > 0})
-    if not candidates:
-        return set()
-    model = cp_model.CpModel()
-    chosen = {c: model.new_bool_var(dims.classes[c].name) for c in candidates}
-    by_op: dict[str, set[int]] = {}
-    for option in options:
-        if option.dim_class in chosen and option.saved > 0:
-            by_op.setdefault(option.op.name, set()).add(option.dim_class)
-    for classes in dict.fromkeys(tuple(sorted(found)) for found in by_op.values()):  # repeated layers say the same
-        if len(classes) > 1:
-            model.add_at_most_one(chosen[c] for c in classes)
-    sizes = _value_sizes(graph)
-    memory = {v.name: estimate(product(v.shape)) for v in graph.parameters}
-    total_work, total_memory = sum(_work(op) for op in graph.ops) or 1.0, sum(memory.values()) or 1.0
-    travels: dict[str, set[int]] = {}
-    gains = dict.fromkeys(candidates, 0)
-    for option in options:
-        if option.dim_class not in chosen:
-            continue
-        weights = sum(memory[name] for name in {v.name for o in option.op.operands for v in sources.get(o.name, ())})
-        worth = TABLE if option.op.target == "embedding" else MEMORY
-        gain = WORK * option.work / total_work + worth * weights / total_memory
-        if option.saved > 0:
-            gains[option.dim_class] += round(gain * option.saved)
-        for name in option.travels:
-            travels.setdefault(name, set()).add(option.dim_class)
-    total_traffic = sum(sizes[name] for name in travels) or 1.0
-    losses: dict[tuple[int, ...], int] = {}
-    for name, found in sorted(travels.items()):
-        classes = tuple(sorted(found))
-        loss = max(1, round(TRAFFIC * (1 - 1 / axis_size) * sizes[name] / total_traffic))
-        losses[classes] = losses.get(classes, 0) + loss  # values that the same classes move are moved together
-    terms = [gain * chosen[c] for c, gain in gains.items()]
-    for index, (classes, loss) in enumerate(losses.items()):
-        moved = model.new_bool_var(f"moves {index}")
-        for c in classes:
-            model.add_implication(chosen[c], moved)
-        terms.append(-loss * moved)
-    model.maximize(sum(terms))
-    solver = cp_model.CpSolver()
-    solver.parameters.catch_sigint_signal = False  # else Ctrl-C ends the process, from the first solution on
-    solver.parameters.num_workers, solver.parameters.random_seed = 1, 0
-    solver.parameters.max_deterministic_time = 20.0
-    solver.parameters.linearization_level = 2  # the relaxation is all but integral: 10 ms in the place of 7 s for 32 layers
-    solver.solve(model)
-    return {c for c in candidates if solver.value(chosen[c])}
+    """The indices of the dim classes to split over one axis of that many ranks."""
+    return _Chooser(graph, axis_size).choose(axis_size).classes
+
+
+def choose_axes(graph: IRGraph, num_ranks: int, most: int = 2) -> list[Chosen]:
+    """The axes over which to split the model on that many ranks, and what over each: one; or two where dims have fewer
+    elements than there are ranks, and more is gained so. The second then splits the same dims, as far as that is worth it, and
+    in the place of those that are used up what is multiplied with them. 4 groups of heads on 8 ranks are split over 4; the
+    feed-forward part and the vocabulary over 4 and 2; and the heads of a group over 2, whose ranks compute its keys and values
+    alike, or not at all. ``most``: axes there may be.
+    """
+    if num_ranks == 1:
+        return []
+    chooser = _Chooser(graph, num_ranks)
+    best = [chooser.choose(num_ranks)]
+    if most > 1 and chooser.is_short() and not chooser.shares_all(best[0]):
+        for outer in (size for size in range(num_ranks - 1, 1, -1) if num_ranks % size == 0):
+            best = max(best, chooser.pair(outer), key=lambda axes: sum(axis.worth for axis in axes))
+    return best
+
+
+def choose_pair(graph: IRGraph, outer: int, inner: int) -> list[set[int]] | None:
+    """The indices of the dim classes to split over each of two axes, as :func:`choose_axes` has them where it chooses these;
+    ``None`` where no dim is too short for one axis.
+    """
+    chooser = _Chooser(graph, outer * inner)
+    return [axis.classes for axis in chooser.pair(outer)] if chooser.is_short() else None
+
+
+class _Chooser:
+    """Chooses for axes of one model. What all work, memory and traffic are is counted as if there were one axis of
+    ``num_ranks``, so that the worth of its axes adds up.
+    """
+
+    def __init__(self, graph: IRGraph, num_ranks: int) -> None:
+        assert graph.dims is not None
+        self.graph, self.dims, self.num_ranks = graph, graph.dims, num_ranks
+        self.sources = weight_sources(graph)
+        self.eligible = _weight_classes(graph, graph.dims, self.sources)
+        self.whole = whole = _Sizes(graph, {})
+        self.total_work = sum(whole.work(op) for op in graph.ops) or 1.0
+        self.total_memory = sum(whole.elements[v.name] for v in graph.parameters) or 1.0
+        options = self._options(num_ranks, whole)
+        candidates = self._candidates(options)
+        travelling = {name for option in options if option.dim_class in candidates for name in option.travels}
+        self.total_traffic = sum(whole.elements[name] for name in travelling) or 1.0
+
+    def is_short(self) -> bool:
+        """Whether a dim that might be split has fewer elements than there are ranks, and more than one."""
+        return any(map(self._is_short, self.eligible))
+
+    def shares_all(self, chosen: Chosen) -> bool:
+        """Whether the ranks of an axis share the work of every product of activations, as of queries and keys."""
+        classes, products = self.dims.factors, (op for op in self.graph.ops if op.target in PRODUCTS)
+        return all(
+            any(
+                classes.get((op.name, factor.name)) in chosen.classes and self.whole.work(op, factor.name)
+                for factor in (op.rule.factors if op.rule else ())
+            )
+            for op in products
+            if not weights_of(op, self.sources) and self.whole.work(op)
+        )
+
+    def _is_short(self, index: int) -> bool:
+        return 1 < estimate(self.dims.classes[index].size) < self.num_ranks
+
+    def related(self, classes: Set[int]) -> set[int]:
+        """Classes, and those that stand in one dim of a weight with one of them that is short."""
+        short = {index for index in classes if self._is_short(index)}
+        dims = [set(indices) for v in self.graph.parameters for indices in self.dims.values[v.name]]
+        return set(classes).union(*(found for found in dims if found & short))
+
+    def pair(self, outer: int) -> list[Chosen]:
+        """An axis of ``outer`` ranks, and within it one of the others."""
+        first = self.choose(outer)
+        cut = dict.fromkeys(first.classes, outer)
+        return [first, self.choose(self.num_ranks // outer, cut, self.related(first.classes))]
+
+    def choose(self, axis_size: int, cut: Mapping[int, int] | None = None, among: Set[int] | None = None) -> Chosen:
+        """The dim classes for an axis of that many ranks, of those in ``among``, where others have cut classes into so many
+        pieces each.
+        """
+        left = _Sizes(self.graph, cut) if cut else self.whole
+        options = self._options(axis_size, left)
+        candidates = [c for c in self._candidates(options) if among is None or c in among]
+        if not candidates:
+            return Chosen(axis_size, set(), 0)
+        model = cp_model.CpModel()
+        chosen = {c: model.new_bool_var(self.dims.classes[c].name) for c in candidates}
+        by_op: dict[str, set[int]] = {}
+        for option in options:
+            if option.dim_class in chosen and option.saved > 0:
+                by_op.setdefault(option.op.name, set()).add(option.dim_class)
+        for classes in dict.fromkeys(tuple(sorted(found)) for found in by_op.values()):  # repeated layers say the same
+            if len(classes) > 1:
+                model.add_at_most_one(chosen[c] for c in classes)
+        gains, losses = self._weighed(options, chosen, axis_size, left)
+        terms = [gain * chosen[c] for c, gain in gains.items()]
+        for index, (classes, loss) in enumerate(losses.items()):
+            moved = model.new_bool_var(f"moves {index}")
+            for c in classes:
+                model.add_implication(chosen[c], moved)
+            terms.append(-loss * moved)
+        model.maximize(sum(terms))
+        solver = cp_model.CpSolver()
+        solver.parameters.catch_sigint_signal = False  # else Ctrl-C ends the process, from the first solution on
+        solver.parameters.num_workers, solver.parameters.random_seed = 1, 0
+        solver.parameters.max_deterministic_time = 20.0
+        solver.parameters.linearization_level = 2  # the relaxation is all but integral: 10 ms in the place of 7 s for 32 layers
+        solver.solve(model)
+        return Chosen(axis_size, {c for c in candidates if solver.value(chosen[c])}, round(solver.objective_value))
+
+    def _weighed(
+        self, options: Sequence[_Option], classes: Container[int], axis_size: int, sizes: _Sizes
+    ) -> tuple[dict[int, int], dict[tuple[int, ...], int]]:
+        """What splitting each of the classes gains, and what is lost for every set of them that the same values travel for."""
+        travels: dict[str, set[int]] = {}
+        gains: dict[int, int] = {}
+        for option in options:
+            if option.dim_class not in classes:
+                continue
+            names = {v.name for o in option.op.operands for v in self.sources.get(o.name, ())}
+            weights = sum(sizes.elements[name] for name in names)
+            worth = TABLE if option.op.target == "embedding" else MEMORY
+            gain = WORK * sizes.work(option.op, option.factor) / self.total_work + worth * weights / self.total_memory
+            gains[option.dim_class] = gains.get(option.dim_class, 0) + round(gain * option.saved)
+            for name in option.travels:
+                travels.setdefault(name, set()).add(option.dim_class)
+        losses: dict[tuple[int, ...], int] = {}
+        for name, found in sorted(travels.items()):
+            key = tuple(sorted(found))
+            loss = max(1, round(TRAFFIC * (1 - 1 / axis_size) * sizes.elements[name] / self.total_traffic))
+            losses[key] = losses.get(key, 0) + loss  # values that the same classes move are moved together
+        return gains, losses
+
+    def _options(self, axis_size: int, sizes: _Sizes) -> list[_Option]:
+        """What may be split, and what that touches."""
+        found = (option for op in self.graph.ops for option in _options(op, sizes, axis_size, self.sources))
+        return [option for option in found if option.dim_class in self.eligible]
+
+    def _candidates(self, options: Sequence[_Option]) -> list[int]:
+        """The classes of which splitting saves something."""
+        return sorted({option.dim_class for option in options if option.saved > 0})
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What is left on a rank where the classes of ``cut`` are in so many pieces already."""
+
+    graph: IRGraph
+    cut: Mapping[int, int]
+
+    @property
+    def dims(self) -> ModelDims:
+        assert self.graph.dims is not None
+        return self.graph.dims
+
+    def pieces(self, index: int | None) -> int:
+        return 1 if index is None else self.cut.get(index, 1)
+
+    @functools.cached_property
+    def elements(self) -> dict[str, float]:
+        """Of every value."""
+        values = (*self.graph.sources, *(result for op in self.graph.ops for result in op.results))
+        return {value.name: estimate(product(value.shape)) / self._cuts(value) for value in values}
+
+    def _cuts(self, value: IRValue) -> int:
+        classes = {index for indices in self.dims.values.get(value.name, ()) for index in indices} if self.cut else ()
+        return math.prod(map(self.pieces, classes))
+
+    def work(self, op: IROp, factor: str | None = None) -> float:
+        """Multiply-adds of the operator; with a factor, 0 where one of its products has not got it: the kernel that does both
+        products of attention in one wants heads whose values are as wide as the keys.
+        """
+        assert op.rule is not None
+        rule, products = op.rule, _products(op)
+        if not all(factor is None or factor in names for names in products):
+            return 0.0
+        return sum(math.prod(self._factor(op, name, rule.factor(name).size) for name in names) for names in products)
+
+    def _factor(self, op: IROp, name: str, size: Size) -> float:
+        return estimate(size) / self.pieces(self.dims.factors.get((op.name, name)))
 
 
 def _weight_classes(graph: IRGraph, dims: ModelDims, sources: Sources) -> set[int]:
@@ -111,22 +251,24 @@ def _weight_classes(graph: IRGraph, dims: ModelDims, sources: Sources) -> set[in
     return {index for name in weights for indices in dims.values[name] for index in indices}
 
 
-def _options(op: IROp, graph: IRGraph, dims: ModelDims, axis_size: int, sources: Sources) -> Iterable[_Option]:
+def _options(op: IROp, sizes: _Sizes, axis_size: int, sources: Sources) -> Iterable[_Option]:
     """Every class that splitting would touch this operator by, with what it saves and what travels."""
     assert op.rule is not None
+    graph, dims = sizes.graph, sizes.dims
     is_product = op.target in PRODUCTS
     weights = weights_of(op, sources) if is_product else []
     for factor in op.rule.factors:
         index = dims.factors.get((op.name, factor.name))
         if index is None:
             continue
-        if not op.rule.splittable(factor.name, axis_size):  # gathered in front of this operator, and its gradient scattered
+        pieces = sizes.pieces(index)
+        if not op.rule.splittable(factor.name, pieces * axis_size):  # gathered before this operator, its gradient scattered
             touched = [
                 v.name
                 for v, refs in zip(op.operands, op.rule.operands, strict=True)
                 if has_factor(refs, factor.name) and v.requires_grad
             ]
-            yield _Option(op, index, 0.0, 0.0, tuple(touched))
+            yield _Option(op, factor.name, index, 0.0, tuple(touched))
             continue
         if not is_product or (op.target == "embedding" and not _worth_splitting(op, factor.name, graph)):
             continue
@@ -138,8 +280,8 @@ def _options(op: IROp, graph: IRGraph, dims: ModelDims, axis_size: int, sources:
             if i not in weights and not has_factor(refs, factor.name) and v.takes_gradient
         ]
         summed = [v.name for v, refs in zip(op.results, op.rule.results, strict=True) if not has_factor(refs, factor.name)]
-        size = max(estimate(dims.classes[index].size), 1.0)
-        yield _Option(op, index, _work(op, factor.name), 1.0 - math.ceil(size / axis_size) / size, tuple(whole + summed))
+        size = max(estimate(dims.classes[index].size) / pieces, 1.0)
+        yield _Option(op, factor.name, index, 1.0 - math.ceil(size / axis_size) / size, tuple(whole + summed))
 
 
 def _worth_splitting(op: IROp, factor: str, graph: IRGraph) -> bool:
@@ -172,16 +314,3 @@ def _products(op: IROp) -> list[frozenset[str]]:
     every = frozenset[str]().union(*tensors)
     # what only one tensor has is not multiplied: the pixels of a convolution before its stride, the experts of grouped rows
     return [frozenset(name for name in every if sum(name in tensor for tensor in tensors) > 1)]
-
-
-def _work(op: IROp, factor: str | None = None) -> float:
-    """Multiply-adds of the operator, or of those of its products that have a factor."""
-    assert op.rule is not None
-    rule = op.rule
-    found = (names for names in _products(op) if factor is None or factor in names)
-    return sum(math.prod(estimate(rule.factor(name).size) for name in names) for names in found)
-
-
-def _value_sizes(graph: IRGraph) -> dict[str, float]:
-    values = (*graph.sources, *(result for op in graph.ops for result in op.results))
-    return {value.name: estimate(product(value.shape)) for value in values}

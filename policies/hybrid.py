@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.choice import choose_dims
 from shardwright.policies.data import batch_classes
 from shardwright.policies.pipelines import PipelineOptions, add_stages, check_end2end
 from shardwright.policies.policy import Policy, read_options
-from shardwright.policies.splits import split_dims
+from shardwright.policies.splits import inner_axes, split_dims
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 
@@ -28,13 +27,14 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
     check_end2end("hybrid", config)
     options = read_options(HybridOptions, config.pas_config, policy="hybrid")
     num_stages, tp = _sizes(options, config.plan_ngpus)
-    sizes = {"pp": num_stages, "dp": options.dp, "tp": tp}
+    inner = inner_axes(graph, tp, config.rank_order)
+    sizes = {"pp": num_stages, "dp": options.dp, **{name: axis.axis_size for name, axis in inner.items()}}
     axes = {name: size for name, size in sizes.items() if size > 1 or name == "pp"}
     builder = graph.builder(mesh=axes, order=config.rank_order)
     if options.dp > 1:
         split_dims(builder, "dp", batch_classes(graph))
-    if tp > 1:
-        split_dims(builder, "tp", choose_dims(graph, tp))
+    for name, axis in inner.items():
+        split_dims(builder, name, axis.classes)
     return add_stages(graph, config, builder.plan("hybrid"), options, num_stages)
 
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.ops.strategy import has_factor
 from shardwright.compiler.plan.builder import PlanBuilder, classes_in
+from shardwright.policies.choice import Chosen, choose_axes
 from shardwright.policies.labels import label
 from shardwright.policies.weights import PRODUCTS
+
+
+def inner_axes(graph: IRGraph, num_ranks: int, rank_order: str | None = None) -> dict[str, Chosen]:
+    """The axes, by name and from the outermost, over which tensor parallelism splits a model, and what it splits: ``tp``, and
+    where one of so many ranks does worse ``tp2``, unless the user orders axes of which that is none.
+    """
+    chosen = choose_axes(graph, num_ranks, 2 if rank_order is None or "tp2" in rank_order.split("-") else 1)
+    return dict(zip(("tp", "tp2"), chosen, strict=False))
 
 
 def split_dims(builder: PlanBuilder, axis: str, classes: set[int]) -> None:
@@ -18,7 +29,7 @@ def split_dims(builder: PlanBuilder, axis: str, classes: set[int]) -> None:
         own_classes = classes_in(graph, builder.graph, classes)
         splits = {}
         for op in graph.ops:
-            factor = _factor(op, graph, own_classes, num_pieces)
+            factor = _factor(op, graph, own_classes, num_pieces, builder.pieces(op))
             if factor is not None:
                 splits[op.name] = f"split:{factor}"
             else:
@@ -28,14 +39,17 @@ def split_dims(builder: PlanBuilder, axis: str, classes: set[int]) -> None:
                 builder.strategy(name, axis, strategy)
 
 
-def _factor(op: IROp, graph: IRGraph, classes: set[int], num_pieces: int) -> str | None:
-    """The factor of the operator to split, if it has one of the classes: one that most of its tensors have."""
+def _factor(op: IROp, graph: IRGraph, classes: set[int], num_pieces: int, cut: Mapping[str, int]) -> str | None:
+    """The factor of the operator to split, if it has one of the classes: one that most of its tensors have. ``cut``: in how
+    many pieces other axes have cut its factors.
+    """
     assert op.rule is not None and graph.dims is not None
     rule = op.rule
     found = [
         factor.name
         for factor in rule.factors
-        if graph.dims.factors.get((op.name, factor.name)) in classes and rule.splittable(factor.name, num_pieces)
+        if graph.dims.factors.get((op.name, factor.name)) in classes
+        and rule.splittable(factor.name, cut.get(factor.name, 1) * num_pieces)
     ]
 
     def spread(name: str) -> tuple[int, int]:

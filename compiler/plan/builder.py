@@ -11,6 +11,7 @@ A policy receives a :class:`PlannableGraph`, takes a builder of it, and returns 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 
@@ -18,7 +19,7 @@ from shardwright.compiler.ir.dims import DimClass
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.printer import print_graph
-from shardwright.compiler.ops.strategy import allowed
+from shardwright.compiler.ops.strategy import allowed, factor_axes
 from shardwright.compiler.plan.check import check_assignment, check_layout, ops_of, output_paths, suggestion
 from shardwright.compiler.plan.plan import Note, Plan
 from shardwright.runtime.errors import PlanError, did_you_mean
@@ -161,6 +162,11 @@ class PlanBuilder:
             raise PlanError(f"output {path!r} cannot be {wish!r}", hint="'whole', 'sharded', a Layout, or None to drop it")
         self._outputs[path] = wish
         return self
+
+    def pieces(self, op: IROp) -> dict[str, int]:
+        """In how many pieces an operator's strategies so far cut its factors."""
+        found = factor_axes(self._strategies.get(op.name, {}), self.mesh)
+        return {factor: math.prod(map(self.mesh.axis_size, axes)) for factor, axes in found.items()}
 
     def note(self, op: IROp, axis: str, reason: str) -> PlanBuilder:
         """Leave a word for ``inspect``."""

@@ -28,7 +28,7 @@ from shardwright.policies.autodist.placement.constraints import Constraints, con
 from shardwright.policies.autodist.space import Space
 from shardwright.policies.autodist.stages.blocks import operator_times
 from shardwright.policies.autodist.stages.walk import Setting, Walk
-from shardwright.policies.choice import choose_dims
+from shardwright.policies.choice import choose_dims, choose_pair
 from shardwright.policies.data import batch_classes
 from shardwright.policies.partition import stage_starts
 from shardwright.policies.splits import split_dims
@@ -71,7 +71,8 @@ def simple_plans(
     known_starts: dict[tuple[int, ...], list[str]] | None = None,
 ) -> Iterator[Simple]:
     """What the simple policies make of so many positions of one mesh: the last axis splits the inner dims of the model and the
-    one before it the batch; of one axis, either. Meshes of more axes are none of theirs. Without what breaks the constraints.
+    one before it the batch, or inner dims too where those are short; of one axis, either. Meshes of more axes are none of
+    theirs. Without what breaks the constraints.
     ``below_s``: placements that take longer are of no interest. ``known_starts``: takes in where stages begin, by what position
     runs each, for other meshes.
     """
@@ -110,17 +111,20 @@ def simple_plans(
 
 def _placements(graph: PlannableGraph, mesh: Mesh, constraints: Constraints) -> Iterator[Plan]:
     """Of the whole model, with axes called after what they split, but for those that have a name."""
-    rules: dict[str, Callable[[int], set[int]]] = {
-        "batch": lambda size: batch_classes(graph),
-        "inner": lambda size: choose_dims(graph, size),
+    sizes = [size for _, size in mesh.axes]
+    several: dict[int, list[Callable[[], list[set[int]] | None]]] = {
+        0: [list],
+        1: [lambda: [batch_classes(graph)], lambda: [choose_dims(graph, sizes[0])]],
+        2: [lambda: [batch_classes(graph), choose_dims(graph, sizes[1])], lambda: choose_pair(graph, sizes[0], sizes[1])],
     }
-    several: dict[int, list[tuple[str, ...]]] = {0: [()], 1: [("batch",), ("inner",)], 2: [("batch", "inner")]}
-    ways = several.get(len(mesh.axes), [])
-    for way in ways:
+    for chosen in several.get(len(sizes), []):
         builder = graph.builder(mesh=dict(mesh.axes))
         try:
-            for (axis, size), rule in zip(mesh.axes, way, strict=True):
-                split_dims(builder, axis, rules[rule](size))
+            classes = chosen()
+            if classes is None:
+                continue
+            for axis, own in zip(mesh.names, classes, strict=True):
+                split_dims(builder, axis, own)
             plan = builder.plan("autodist")
         except PlanError:
             continue  # no batch, or nothing to split into so many

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import plans
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,11 @@ from verified import verify_zoo
 from watched import inputs as watched_inputs
 from watched import watched
 
+from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.schedule.generate import SCHEDULES
 from shardwright.compiler.verification.verify import VerifyReport, verify
+from shardwright.policies.registry import find_policy
+from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 
 SIZES: list[dict[str, Any]] = [
@@ -110,6 +114,21 @@ def test_models(name: str, index: int) -> None:
 @pytest.mark.parametrize(("name", "index"), REST)
 def test_models_in_the_rest_of_the_product(name: str, index: int) -> None:
     check(partial(verify_zoo, name), SIZES[index])
+
+
+@pytest.mark.parametrize(
+    ("rank_order", "mesh"),
+    [(None, "pp=2 x tp=2 x tp2=2"), ("tp-pp-tp2", "tp=2 x pp=2 x tp2=2"), ("tp-pp", "tp=4 x pp=2")],
+)
+def test_stages_whose_inner_dims_have_two_axes(rank_order: str | None, mesh: str) -> None:
+    """2 groups of heads on the 4 ranks of a stage. There is one axis where the order of ranks names one."""
+    sizes: dict[str, Any] = {"plan_ngpus": 8, "runtime_ngpus": 8, "use_end2end": True, "pas_config": {"num_stages": 2}}
+    config = sizes | {"rank_order": rank_order}
+    graph = plans.zoo_graph("llama")
+    planned = find_policy("hybrid").apply(graph, ComputeConfig(**config))
+    assert isinstance(planned, Plan) and str(planned.mesh) == mesh
+    report = verify_zoo("llama", "hybrid", config)
+    assert report.ok, str(report)
 
 
 def test_recompute_in_a_pipeline() -> None:

@@ -20,7 +20,7 @@ from shardwright.compiler.ir.dims import DimClass
 from shardwright.compiler.ir.value import SourceLocation
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.trace import trace
-from shardwright.policies.choice import choose_dims
+from shardwright.policies.choice import choose_axes, choose_dims
 from shardwright.policies.splits import split_dims
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Layout
@@ -101,6 +101,61 @@ def test_heads_that_share_keys_and_values(num_heads: int, num_kv_heads: int, num
     ids = torch.zeros(2, 32, dtype=torch.long)
     graph = plans.annotated(plans.traced(transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}))
     assert {c.name for c in chosen(graph, num_ranks)} == {expected, "ffn", "vocab"}
+
+
+def grouped(num_heads: int, num_kv_heads: int, seq: int, **fields: Any) -> PlannableGraph:
+    ids = torch.zeros(2, seq, dtype=torch.int64)
+    sizes = {"hidden_size": 128 * num_heads, "intermediate_size": 344 * num_heads, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads}
+    inputs = {"input_ids": ids, "labels": ids}
+    return of_real_size("LlamaForCausalLM", "LlamaConfig", inputs, vocab_size=32000, **sizes, **heads, **fields)
+
+
+def test_fewer_groups_of_heads_than_ranks_have_an_axis_of_their_own() -> None:
+    """4 groups on 8 ranks. Over one axis the head dim would be split: queries and keys gathered before attention, for all heads
+    on every rank, and no kernel for heads of which the values are narrower.
+    """
+    graph = grouped(28, 4, 1024)
+    one = {graph.dims.classes[index].name for index in choose_dims(graph, 8)} if graph.dims else set()
+    assert one == {"head_dim", "value_dim", "ffn", "vocab"}
+    split = plans.compile_with(graph, "tp", 8, outputs="loss")
+    assert str(split.plan.mesh) == "tp=4 x tp2=2"
+    stored = {d.value.fqn: str(d.layout) for d in split.program.declarations}
+    assert stored["model.layers.0.self_attn.k_proj.weight"] == "[4/tp * 128, 3584]"
+    assert stored["model.layers.0.mlp.up_proj.weight"] == "[9632/tp/tp2, 3584]"
+    assert {a.step.kind for a in split.program.adapters() if len(a.of.shape) > 1} <= {"all_reduce", "grad_all_reduce", "narrow"}
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "num_ranks"), [(16, 4, 4), (14, 2, 4), (16, 1, 8), (8, 8, 8)])
+def test_one_axis_is_enough(num_heads: int, num_kv_heads: int, num_ranks: int) -> None:
+    """Where groups, or the heads of each, are as many as the ranks."""
+    assert [axis.axis_size for axis in choose_axes(grouped(num_heads, num_kv_heads, 512), num_ranks)] == [num_ranks]
+
+
+def test_heads_within_a_group_are_split_over_the_second_axis(tmp_path: Path) -> None:
+    """2 groups of 2 heads on 4 ranks: keys and values of a group are computed by both its ranks, and their gradients summed."""
+    entry = zoo.get("mistral")
+    compiled, _ = plans.check_policy(entry.build(), entry.inputs(), "tp", 4, tmp_path)
+    assert str(compiled.plan.mesh) == "tp=2 x tp2=2"
+    assert "heads_per_kv" in {own.get("tp2") for own in compiled.plan.dims.values()}
+    stored = {d.value.fqn: str(d.layout) for d in compiled.program.declarations}
+    assert stored["model.layers.0.self_attn.q_proj.weight"] == "[2/tp * 2/tp2 * 4, 16]"
+    assert stored["model.layers.0.self_attn.k_proj.weight"] == "[2/tp * 4, 16] G(tp2)"
+
+
+def test_what_one_axis_has_used_up_is_not_split_over_another() -> None:
+    """3 channels over 2 ranks are 2 and 1, and a convolution refuses to have none."""
+    model = nn.Sequential(nn.Conv2d(4, 3, 1), nn.ReLU(), nn.Conv2d(3, 4, 1))
+    graph = plans.annotated(plans.traced(model, {"input": torch.randn(2, 4, 6, 6)}))
+    assert graph.dims is not None
+    channels = {found.index for found in graph.dims.classes if "0.weight:0" in found.parameters}
+    builder = graph.builder(mesh={"tp": 2, "tp2": 2})
+    for axis in ("tp", "tp2"):
+        split_dims(builder, axis, channels)
+    by_axis = Counter(
+        axis for own in builder.plan().strategies.values() for axis, how in own.items() if how.startswith("split")
+    )
+    assert by_axis == {"tp": 3, "tp2": 1}, "all of it, then the activation alone"
 
 
 def test_uneven_heads_are_split_rather_than_gathered() -> None:

@@ -28,6 +28,7 @@ from shardwright.policies.autodist.space import Placed, Space, Wish
 from shardwright.policies.autodist.stages.walk import Setting
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.layout import Mesh
 
 NUM_MICROBATCHES = 4
 SIMPLE: list[tuple[str, dict[str, Any]]] = [
@@ -107,6 +108,27 @@ def test_a_search_of_poor_placements_answers_with_a_simple_plan(tight: bool) -> 
     told = certificate(replace(all_found, floor_s=0.0), found, made.bench.hardware)  # placements here have no bounds
     assert told.cost_s == found.step_s >= told.bound_s
     assert "the bound is of other placements: the plan is a simple policy's, which the search has not bettered" in told.proof
+
+
+def test_tp_on_two_axes_is_among_them() -> None:
+    """Of a model with fewer groups of heads than ranks."""
+    graph = plans.zoo_graph("llama")
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, outputs="loss")
+    whole_batch = Constraints(forbid={"batch": ("x", "y")})
+    space = Space(
+        meshes={4: [Mesh((("x", 2), ("y", 2)))]}, num_microbatches=1, num_positions=1, mixed=False, simple=True,
+        constraints=lambda mesh: whole_batch,
+    )  # fmt: skip
+
+    def whole(wish: Wish) -> Placed:
+        return Placed(graph.builder(mesh=dict(wish.mesh.axes)).plan("poor"), 0.0, "none", "poor")
+
+    search = Search(graph, config, slow_machine(4, bytes_per_s=1e9), space, whole)
+    made = find_policy("tp").apply(graph, config)
+    assert not isinstance(made, Plan) and made.plan is not None and str(made.plan.mesh) == "tp=2 x tp2=2"
+    cost = search.audited(replace(made.plan, outputs=output_wishes(graph, config)))
+    best = search.run().best
+    assert best is not None and best.is_simple and best.step_s == pytest.approx(cost.step_s, rel=1e-12)
 
 
 @pytest.mark.parametrize("limit_s", [2.5, 3.5])

@@ -151,13 +151,12 @@ class _Lowering:
 
         def cost(layout: Layout) -> tuple[float, float, str]:
             targets = {str(use): use for use in uses}.values()
-            moved = sum(
-                steps_elements(convert(layout, t, self.mesh, differentiable=value.requires_grad), self.mesh) for t in targets
-            )
+            paths = (convert(layout, t, self.mesh, differentiable=value.requires_grad) for t in targets)
+            moved = sum(steps_elements(path, self.mesh, differentiable=value.takes_gradient) for path in paths)
             elements = local_elements(layout, self.mesh)
             reduced = (
                 sum(2 * elements * (1 - 1 / self.mesh.axis_size(a)) for a in layout.grad_partial)
-                if value.requires_grad
+                if value.takes_gradient
                 else 0.0
             )
             return moved + 0.99 * reduced, elements, str(layout)  # the reducer buckets what adapters would do one by one
@@ -172,7 +171,11 @@ class _Lowering:
             self.versions[value.name] = {(self._canonical(value, self.produced[value.name]), None): value}
             wanted = [self._needed(value, layout) for layout in self.wanted[value.name]]
             self.routes[value.name] = routes(
-                self.produced[value.name], wanted, self.storage_mesh, differentiable=value.requires_grad
+                self.produced[value.name],
+                wanted,
+                self.storage_mesh,
+                differentiable=value.requires_grad,
+                takes_gradient=value.takes_gradient,
             )
         return self._version(value, self._canonical(value, self._needed(value, target)), op)
 

@@ -38,19 +38,27 @@ class Route:
     steps: tuple[AdapterStep, ...]
 
 
-def routes(source: Layout, targets: Iterable[Layout], mesh: Mesh, *, differentiable: bool) -> Mapping[Layout, Route]:
-    """A route to every target that is not the source itself, by target in canonical form."""
+def routes(
+    source: Layout, targets: Iterable[Layout], mesh: Mesh, *, differentiable: bool, takes_gradient: bool
+) -> Mapping[Layout, Route]:
+    """A route to every target that is not the source itself, by target in canonical form.
+
+    ``differentiable``: whether a gradient may come back, so that copies differ in what theirs are; ``takes_gradient``: whether
+    one does where the caller asks for none, so that what sends it counts.
+    """
     source = canonical(source, mesh, differentiable=differentiable)
     goals = goals_of(source, (canonical(target, mesh, differentiable=differentiable) for target in targets))
-    return _routes(source, goals, mesh, differentiable) if goals else {}
+    return _routes(source, goals, mesh, differentiable, takes_gradient) if goals else {}
 
 
 @functools.lru_cache(maxsize=4096)
-def _routes(source: Layout, goals: tuple[Layout, ...], mesh: Mesh, differentiable: bool) -> Mapping[Layout, Route]:
+def _routes(
+    source: Layout, goals: tuple[Layout, ...], mesh: Mesh, differentiable: bool, takes_gradient: bool
+) -> Mapping[Layout, Route]:
     """The same of layouts in canonical form; values alike have them, layer by layer."""
     stops = (source, *goals)
     steps = {(a, b): convert(a, b, mesh, differentiable=differentiable) for a in stops for b in goals if a is not b}
-    weights = {pair: weight(path, mesh, differentiable=differentiable) for pair, path in steps.items()}
+    weights = {pair: weight(path, mesh, takes_gradient=takes_gradient) for pair, path in steps.items()}
     from_source = np.array([weights[source, goal] for goal in goals])
     between = np.array([[weights[a, b] if a is not b else np.inf for b in goals] for a in goals])
     parents = best_tree(from_source, between)
@@ -63,9 +71,9 @@ def goals_of(source: Layout, targets: Iterable[Layout]) -> tuple[Layout, ...]:
     return tuple(sorted({target for target in targets if target != source}, key=str))
 
 
-def weight(steps: Sequence[AdapterStep], mesh: Mesh, *, differentiable: bool) -> float:
-    """What trees are compared by: the elements a rank sends in both directions."""
-    return steps_elements(steps, mesh, differentiable=differentiable) + STEP_WEIGHT * len(steps)
+def weight(steps: Sequence[AdapterStep], mesh: Mesh, *, takes_gradient: bool) -> float:
+    """What trees are compared by: the elements a rank sends, of the value and of any gradient."""
+    return steps_elements(steps, mesh, differentiable=takes_gradient) + STEP_WEIGHT * len(steps)
 
 
 @functools.cache

@@ -57,6 +57,11 @@ class ValueType:
     takes_gradient: bool = True
     is_kept: bool = False
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether the backward of its adapters counts."""
+        return self.differentiable and self.takes_gradient
+
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
@@ -219,18 +224,18 @@ class Conversions:
         for step in steps:
             time = step_time(step, kind.dtype, self.mesh, self.ranks, self.hardware, differentiable=kind.differentiable)
             times.append(_step(kind, step.kind, time.forward_s, time.backward_s))
-        return weight(steps, self.mesh, differentiable=kind.differentiable), tuple(times)
+        return weight(steps, self.mesh, takes_gradient=kind.has_backward), tuple(times)
 
     def _priced(self, kind: ValueType, source: int, goal: int) -> tuple[float, tuple[StepTime, ...]]:
         """The same numbers from the pattern of the pair."""
         differentiable = kind.differentiable
         places, steps = self.patterns.steps(self._form(source, differentiable), self._form(goal, differentiable))
-        key = (self._shape(source), places.number, kind.dtype, differentiable)
+        key = (self._shape(source), places.number, kind.dtype, kind.has_backward)
         prices = self._prices.get(key)
         if prices is None:
             tensor = Pieces(key[0], places.keys, self._sizes)
             prices = self._prices[key] = StepPrices(
-                tensor, kind.dtype, self.mesh, self.ranks, self.hardware, differentiable=differentiable
+                tensor, kind.dtype, self.mesh, self.ranks, self.hardware, differentiable=kind.has_backward
             )
         found = [prices.of(step) for step in steps]
         times = tuple(_step(kind, step.kind, *price[1:]) for step, price in zip(steps, found, strict=True))

@@ -227,7 +227,9 @@ class Messages:
         if key not in self._copies:
             walk = self.walks[menu]
             mesh, ranks, hardware = walk.storage_mesh, walk.storage_ranks, walk.setting.hardware
-            found = routes(source, targets, mesh, differentiable=value.requires_grad).values()
+            found = routes(
+                source, targets, mesh, differentiable=value.requires_grad, takes_gradient=value.takes_gradient
+            ).values()
             times = [
                 step_time(step, value.dtype, mesh, ranks, hardware, differentiable=value.takes_gradient)
                 for route in found

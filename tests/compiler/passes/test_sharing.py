@@ -15,9 +15,12 @@ MESH = Mesh((("dp", 2), ("tp", 4)))
 L = Layout.parse
 
 
-def kinds(source: str, *targets: str, differentiable: bool = True) -> dict[str, tuple[str, list[str]]]:
+def kinds(
+    source: str, *targets: str, differentiable: bool = True, takes_gradient: bool = True
+) -> dict[str, tuple[str, list[str]]]:
     """Target to (where its copy starts, the kinds of the steps)."""
-    found = routes(L(source), [L(target) for target in targets], MESH, differentiable=differentiable)
+    goals = [L(target) for target in targets]
+    found = routes(L(source), goals, MESH, differentiable=differentiable, takes_gradient=takes_gradient and differentiable)
     return {str(goal): (str(route.start), [step.kind for step in route.steps]) for goal, route in found.items()}
 
 
@@ -36,6 +39,13 @@ def test_the_value_as_produced_and_equal_wishes_need_nothing() -> None:
 
 def test_without_gradients_g_is_r() -> None:
     assert kinds("[8, 16]", "[8, 16] G(tp)", differentiable=False) == {}
+
+
+def test_gradients_that_nobody_takes_do_not_count() -> None:
+    """Cutting a whole copy anew sends nothing on the way there, and gathers all of the gradient on the way back."""
+    wanted = "[8, 16]", "[8, 4/tp * 4]"
+    assert kinds("[8/tp, 16]", *wanted)["[8, 4/tp * 4]"][1] == ["all_to_all"]
+    assert kinds("[8/tp, 16]", *wanted, takes_gradient=False)["[8, 4/tp * 4]"] == ("[8, 16]", ["narrow"])
 
 
 @pytest.mark.parametrize("source", ["[8/tp, 16]", "[8, 16] P(tp)", "[8, 16]"])

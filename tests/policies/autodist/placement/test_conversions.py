@@ -31,13 +31,13 @@ def random_layout(shape: list[tuple[int, ...]], mesh: Mesh, rng: random.Random) 
 
 
 @pytest.mark.parametrize("mesh", ["2x2", "3x2", "4x3", "2x2x2"])
-@pytest.mark.parametrize("is_weight", [False, True])
-def test_patterns_cost_what_the_steps_cost(mesh: str, is_weight: bool) -> None:
+@pytest.mark.parametrize(("is_weight", "takes_gradient"), [(False, True), (True, True), (False, False)])
+def test_patterns_cost_what_the_steps_cost(mesh: str, is_weight: bool, takes_gradient: bool) -> None:
     rng = random.Random(mesh)
     on = mesh_of(mesh)
     table = LayoutTable()
     conversions = Conversions(on, tuple(range(on.size)), slow_machine(on.size), table)
-    kind = ValueType(torch.float32, differentiable=True, is_weight=is_weight)
+    kind = ValueType(torch.float32, differentiable=True, is_weight=is_weight, takes_gradient=takes_gradient)
     for shape in SHAPES:
         layouts = [table.id(random_layout(shape, on, rng)) for _ in range(12)]
         for source in layouts:

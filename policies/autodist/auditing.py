@@ -133,7 +133,7 @@ class Audits:
         for by in (LATE_CORRECTION, CORRECTION) if self.clock.spent() > 1.0 else (CORRECTION,):
             found = self.cutter.cut(attempt, candidate.used_bytes - by * over)
             if isinstance(found, NoGain):
-                self.found.bounds[attempt.title] = found.bound_s
+                self.found.bound(attempt, found.bound_s)
             elif isinstance(found, Candidate) and found.plan != candidate.plan:
                 return found
         return None

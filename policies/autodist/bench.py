@@ -176,7 +176,7 @@ class Bench:
         """The best stages for a schedule, if any fit."""
         found = self.cutter.cut(attempt, memory_bytes)
         if isinstance(found, NoGain):
-            self.found.bounds[attempt.title] = found.bound_s
+            self.found.bound(attempt, found.bound_s)
             return None
         if isinstance(found, NoFit):
             words = too_large(found.needed_bytes, self.space.memory_bytes, verb="is predicted to need")

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.schedule.generate import SCHEDULES, generate
-from shardwright.compiler.schedule.memory import peak_in_flight
+from shardwright.compiler.schedule.memory import held_together, peak_in_flight
 from shardwright.policies.autodist.candidates import Pace, position_ranks, staged
 from shardwright.policies.autodist.found import Attempt, Candidate
 from shardwright.policies.autodist.hidden import left_in_bound
@@ -23,6 +23,7 @@ from shardwright.policies.autodist.stages.blocks import Costs, block_costs, oper
 from shardwright.policies.autodist.stages.chain import Part, block_starts, layer_blocks, layer_parts, layer_pattern
 from shardwright.policies.autodist.stages.menu import Block, Menu, Tables
 from shardwright.policies.autodist.stages.messages import Messages, RanksOf
+from shardwright.policies.autodist.stages.positions import Positions
 from shardwright.policies.autodist.stages.scheduled import Chains, Least, least_step_s
 from shardwright.policies.autodist.stages.split import InFlight, NoFit, NoGain, Split, may_take_less, split_stages
 from shardwright.policies.autodist.stages.walk import Walk
@@ -64,41 +65,43 @@ class Cutter:
         for starts, layers in self._chains(attempt.offers[0].walk, attempt.num_positions * attempt.pace.chunks):
             costs = [self._costs_of(offer.walk, starts, layers) for offer in attempt.offers]
             messages = self._messages_of(attempt, starts)
-            split = self._split(attempt, costs, messages, memory_bytes)
+            prediction = Prediction(attempt, costs, starts, messages, self.space.num_microbatches)
+            split = self._stages(prediction, memory_bytes)
             if isinstance(split, NoFit):
                 needed = min(needed, split.needed_bytes)
                 continue
             bounds.append(split.bound_s)
             if isinstance(split, Split):
-                prediction = Prediction(attempt, costs, starts, messages, self.space.num_microbatches)
-                split = self._moved(split, prediction, memory_bytes)
                 candidate = self._candidate(split, prediction, layers)
                 if best is None or candidate.predicted_s < best.predicted_s:
                     best = candidate
         if not bounds:
-            return NoFit(needed * attempt.pace.chunks)
+            return NoFit(needed)
         config = attempt.offers[0].walk.setting.config
         bound = min(bounds) * left_in_bound(config, attempt.num_positions, attempt.pace.chunks, self.space.num_microbatches)
         return NoGain(bound) if best is None else replace(best, split_bound_s=bound)
 
     def scheduled_bound_s(self, attempt: Attempt, enough_s: float, is_over: Callable[[], bool]) -> float:
-        """Seconds that no cut of an attempt with one offer takes less than, as its stages wait for one another on its schedule.
-        No better bound is looked for than ``enough_s``.
+        """Seconds that no cut of an attempt takes less than, as its stages wait for one another on its schedule and share the
+        memory of their positions. No better bound is looked for than ``enough_s``.
         """
-        (offer,), pace, count = attempt.offers, attempt.pace, self.space.num_microbatches
+        pace, count = attempt.pace, self.space.num_microbatches
         schedule = generate(pace.schedule, attempt.num_positions, count, pace.chunks)
         if (key := (pace, attempt.num_positions)) not in self._waits:
             self._waits[key] = Chains(schedule)
-        holds, size = _in_flight(attempt.num_positions, pace, count), schedule.num_stages
-        share = left_in_bound(offer.walk.setting.config, attempt.num_positions, pace.chunks, count)
+        config, alone = attempt.offers[0].walk.setting.config, _alone(attempt.num_positions, pace, count)
+        share = left_in_bound(config, attempt.num_positions, pace.chunks, count)
         found = []
-        for starts, layers in self._chains(offer.walk, size):
-            (menu,) = self._menus(attempt, [self._costs_of(offer.walk, starts, layers)])
-            tables = Tables(menu, count, False)
-            relief = self._messages_of(attempt, starts).relief_by_side_s(0)
-            inputs_s, counts = _inputs_s(offer.walk, starts), [holds(size - index) for index in range(size)]
-            least = Least(tables, relief, inputs_s, counts, self.space.memory_bytes)
-            bound = least_step_s(self._waits[key], least, enough_s / share, is_over)
+        for starts, layers in self._chains(attempt.offers[0].walk, schedule.num_stages):
+            costs = [self._costs_of(offer.walk, starts, layers) for offer in attempt.offers]
+            messages, memory = self._messages_of(attempt, starts), self.space.memory_bytes
+            placements = [
+                Least(
+                    Tables(menu, count, False), messages.relief_by_side_s(number), _inputs_s(offer.walk, starts), alone, memory
+                )
+                for number, (offer, menu) in enumerate(zip(attempt.offers, self._menus(attempt, costs), strict=True))
+            ]
+            bound = least_step_s(self._waits[key], placements, self._num_devices(attempt), enough_s / share, is_over)
             found.append(share * bound)
         return min(found)
 
@@ -151,6 +154,12 @@ class Cutter:
             del self._messages[next(iter(self._messages))]
         return known if len(walks) > 1 else known.where(ranks_of)
 
+    def _num_devices(self, attempt: Attempt) -> int:
+        """Of all stages together; several stages on one position count each for itself."""
+        first = attempt.offers[0].walk
+        several = len(attempt.offers) > 1
+        return first.setting.config.plan_ngpus if several else attempt.num_positions * attempt.pace.chunks * first.mesh.size
+
     def _menus(self, attempt: Attempt, costs: Sequence[Costs]) -> list[Menu]:
         return [found.menu(offer.walk.mesh.size) for offer, found in zip(attempt.offers, costs, strict=True)]
 
@@ -184,35 +193,46 @@ class Cutter:
             self._costs[key] = block_costs(walk, starts, parts, None if wishes is None else wished)
         return self._costs[key]
 
-    def _split(
-        self, attempt: Attempt, costs: Sequence[Costs], messages: Messages, memory_bytes: float
-    ) -> Split | NoFit | NoGain:
-        """The best stages. Several stages on one position share its memory evenly."""
+    def _stages(self, prediction: Prediction, memory_bytes: float) -> Split | NoFit | NoGain:
+        """The best stages. Where the schedule is another than the one they are cut for, what they compute again is chosen for
+        all of a position together, and they are moved, where nobody said where they begin. Bytes are those of a position.
+        """
+        pace = prediction.attempt.pace
+        found = self._split(prediction, memory_bytes)
+        if _is_modelled(pace) or isinstance(found, NoGain):
+            return found
+        positions = Positions(prediction.tables, prediction.schedule, memory_bytes)
+        if isinstance(found, NoFit):  # with even shares; with others the stages that take least of these may
+            found = self._split(prediction, found.needed_bytes * pace.chunks * (1 + 1e-9))
+            needed = positions.least_bytes(found.stages) if isinstance(found, Split) else float("inf")
+            if not isinstance(found, Split) or needed > memory_bytes:
+                return NoFit(needed)
+        fitted = positions.fitted(found.stages)
+        if fitted is None:  # by the average of what is in flight it does: the audit will tell
+            return replace(found, used_bytes=found.used_bytes * pace.chunks)
+        split = replace(found, stages=fitted[0], used_bytes=fitted[1])
+        if self.space.stage_starts is not None:
+            return split
+        return moved(split, positions, self.space.num_microbatches, prediction.step_s)
+
+    def _split(self, prediction: Prediction, memory_bytes: float) -> Split | NoFit | NoGain:
+        """The best stages, where several on one position share its memory evenly. Bytes are those of a stage."""
+        attempt = prediction.attempt
         pace, num_stages = attempt.pace, attempt.num_positions * attempt.pace.chunks
         count = self.space.num_microbatches
-        first = attempt.offers[0].walk
         return split_stages(
-            self._menus(attempt, costs),
-            num_stages * first.mesh.size if len(costs) == 1 else first.setting.config.plan_ngpus,
+            self._menus(attempt, prediction.costs),
+            self._num_devices(attempt),
             num_stages,
             count,
             memory_bytes=memory_bytes / pace.chunks,
             in_flight=_in_flight(attempt.num_positions, pace, count),
             splits_backward=pace.schedule != "" and SCHEDULES[pace.schedule].splits_backward,
-            between=messages,
+            between=prediction.messages,
             below_s=attempt.below_s,
             limit_bytes=self.space.memory_bytes,
+            alone=_alone(attempt.num_positions, pace, count),
         )
-
-    def _moved(self, split: Split, prediction: Prediction, memory_bytes: float) -> Split:
-        """The stages moved where the schedule is another than the one they are cut for, and nobody said where they begin."""
-        attempt, count = prediction.attempt, self.space.num_microbatches
-        pace = attempt.pace
-        if _is_modelled(pace) or self.space.stage_starts is not None:
-            return split
-        holds = _in_flight(attempt.num_positions, pace, count)
-        counts = [holds(place) for place in range(len(split.stages), 0, -1)]
-        return moved(split, prediction.tables, counts, count, memory_bytes / pace.chunks, prediction.step_s)
 
     def _candidate(self, split: Split, prediction: Prediction, layers: Mapping[int, str]) -> Candidate:
         attempt, costs, starts = prediction.attempt, prediction.costs, prediction.starts
@@ -231,11 +251,17 @@ class Cutter:
             placed = placed[:1]
             plan = staged(plan, first_ops, attempt.num_positions, pace, count, attempt.pp_place)
         title += again_in_words([way.parts for way in chosen], layers)
-        used = split.used_bytes * pace.chunks
         plan = replace(plan, recompute=tuple(recompute))
         predicted_s = prediction.step_s(split)
         return Candidate(
-            title, plan, predicted_s, placed, split.bound_s, modelled_s=split.cost_s, used_bytes=used, attempt=attempt
+            title,
+            plan,
+            predicted_s,
+            placed,
+            split.bound_s,
+            modelled_s=split.cost_s,
+            used_bytes=split.used_bytes,
+            attempt=attempt,
         )
 
 
@@ -272,12 +298,26 @@ def _ranks_of(attempt: Attempt, num_microbatches: int) -> RanksOf:
 
 
 def _in_flight(num_positions: int, pace: Pace, num_microbatches: int) -> InFlight:
-    """Microbatches that a stage holds by its place from the end, taken from the schedule itself."""
+    """Microbatches that a stage holds by its place from the end, taken from the schedule: its even share of the most that
+    its position holds.
+    """
     if not pace.schedule:
         return lambda place: 1
     schedule = generate(pace.schedule, num_positions, num_microbatches, pace.chunks)
-    peaks = [-(-peak // pace.chunks) for peak in peak_in_flight(schedule)]
+    peaks = [peak / pace.chunks for peak in peak_in_flight(schedule)]
     return lambda place: peaks[schedule.placement[schedule.num_stages - place]]
+
+
+def _alone(num_positions: int, pace: Pace, num_microbatches: int) -> list[int]:
+    """By stage, the microbatches that it holds at once beside its gradients, whatever it computes again."""
+    if not pace.schedule:
+        return [1]
+    schedule = generate(pace.schedule, num_positions, num_microbatches, pace.chunks)
+    found = [0] * schedule.num_stages
+    for rank, moments in enumerate(held_together(schedule, in_any_case=True)):
+        for stage, *counts in zip(schedule.stages_of(rank), *moments, strict=True):
+            found[stage] = max(counts)
+    return found
 
 
 def _is_modelled(pace: Pace) -> bool:

@@ -116,9 +116,9 @@ INTERRUPT = "Ctrl-C"
 class Found:
     """What a search has found so far. ``audited``: candidates that were lowered, best first; ``others``: predicted only;
     ``refused``: what was tried and why it is no candidate; ``needed_bytes``: of what takes too much memory, what it needs on
-    a device. ``bounds``: what was tried and is no better than others, with
-    the seconds that none of it is below; ``unanswered``: the same of meshes that may have a plan and left none, as there was no
-    time or nothing was found that fits; ``unbounded``: pipelines in no bound, as no split of the placements chosen fits.
+    a device. ``bounds``: what was tried and is no better than others, with the seconds that none of it is below, and
+    ``bounded``: the attempts behind these; ``unanswered``: the same of meshes that may have a plan and left none, as there was
+    no time or nothing was found that fits; ``unbounded``: pipelines in no bound, as no split of the placements chosen fits.
     ``least``: of the plan that needs least among those that were audited and do not fit, the bytes, the title, and what
     most of them are for. ``searched``: what
     searches this is of, where there were several. ``not_compared``: the meshes where the simple policies may have a better
@@ -131,6 +131,7 @@ class Found:
     refused: dict[str, str] = field(default_factory=dict)
     needed_bytes: dict[str, float] = field(default_factory=dict)
     bounds: dict[str, float] = field(default_factory=dict)
+    bounded: dict[str, Attempt] = field(default_factory=dict)
     unanswered: dict[str, float] = field(default_factory=dict)
     unbounded: list[str] = field(default_factory=list)
     least: tuple[float, str, str] = (float("inf"), "", "")
@@ -140,6 +141,10 @@ class Found:
     not_compared: list[str] = field(default_factory=list)
     is_compared: bool = False
     floor_s: float = 0.0
+
+    def bound(self, attempt: Attempt, bound_s: float) -> None:
+        """Note what no cut of an attempt takes less than."""
+        self.bounds[attempt.title], self.bounded[attempt.title] = bound_s, attempt
 
     @property
     def tried(self) -> tuple[Candidate, ...]:

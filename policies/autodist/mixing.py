@@ -60,7 +60,7 @@ class Mixing:
             if len({id(placed) for placed in candidate.placed}) > 1:
                 tried.append(candidate)
             else:  # it is known by now, and none that differ are better
-                self.found.bounds[attempt.title] = candidate.split_bound_s
+                self.found.bound(replace(attempt, offers=offers), candidate.split_bound_s)
         rest, self.found.others = self.found.others, tried
         try:
             self.audits.best(AUDITS)

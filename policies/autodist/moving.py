@@ -8,11 +8,11 @@ long as the step gets shorter: a local optimum, for small schedules only, as eac
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
-from shardwright.policies.autodist.stages.menu import Tables
-from shardwright.policies.autodist.stages.split import Split, Stage
+from shardwright.policies.autodist.stages.positions import Positions
+from shardwright.policies.autodist.stages.split import Split
 
 REACH = 2
 """How many blocks a begin is moved at once, at most: of two places next to each other, one is often crossed by more."""
@@ -21,25 +21,15 @@ MAX_ACTIONS = 4096
 """Forwards that are simulated in all for one cut."""
 
 
-def moved(
-    split: Split,
-    tables: Sequence[Tables],
-    in_flight: Sequence[int],
-    num_microbatches: int,
-    memory_bytes: float,
-    step_s: Callable[[Split], float],
-) -> Split:
-    """The split with its begins moved; ``step_s`` says what a step of a split takes.
-
-    ``tables``: by menu. ``in_flight``: the microbatches that each stage holds. ``memory_bytes``: what a stage may take.
-    """
+def moved(split: Split, positions: Positions, num_microbatches: int, step_s: Callable[[Split], float]) -> Split:
+    """The split with its begins moved, as ``positions`` have memory for it; ``step_s`` says what a step of a split takes."""
     left = MAX_ACTIONS // max(1, num_microbatches * len(split.stages))
     best_s = step_s(split) if left else 0.0
     improved = True
     while improved:
         improved = False
         for number, by in itertools.product(range(1, len(split.stages)), _steps()):
-            trial = _with_begin(split, number, split.stages[number].start + by, tables, in_flight, memory_bytes)
+            trial = _with_begin(split, number, split.stages[number].start + by, positions)
             if trial is None:
                 continue
             if left == 0:
@@ -55,19 +45,12 @@ def _steps() -> list[int]:
     return [sign * distance for distance in range(1, REACH + 1) for sign in (-1, 1)]
 
 
-def _with_begin(
-    split: Split, number: int, begin: int, tables: Sequence[Tables], in_flight: Sequence[int], memory_bytes: float
-) -> Split | None:
-    """The split whose stage ``number`` begins at block ``begin``; None if a stage would be empty or not fit."""
+def _with_begin(split: Split, number: int, begin: int, positions: Positions) -> Split | None:
+    """The split whose stage ``number`` begins at block ``begin``; None if a stage would be empty or a position not fit."""
     before, own = split.stages[number - 1], split.stages[number]
     if not before.start < begin < own.stop:
         return None
-    found: list[Stage] = list(split.stages)
-    for index, start, stop in ((number - 1, before.start, begin), (number, begin, own.stop)):
-        table, count = tables[found[index].menu], in_flight[index]
-        if table.least_bytes(count)[start, stop] > memory_bytes * (1 + 1e-12):
-            return None
-        again = table.recomputed(start, stop, count, memory_bytes)
-        found[index] = replace(found[index], start=start, stop=stop, recomputed=again)
-    used = [tables[s.menu].used_bytes(s.start, s.stop, s.recomputed, count) for s, count in zip(found, in_flight, strict=True)]
-    return replace(split, stages=tuple(found), used_bytes=max(used))
+    found = list(split.stages)
+    found[number - 1 : number + 1] = replace(before, stop=begin), replace(own, start=begin)
+    fitted = positions.fitted(found)
+    return None if fitted is None else replace(split, stages=fitted[0], used_bytes=fitted[1])

@@ -54,6 +54,7 @@ class Tables:
 
     def __init__(self, menu: Menu, num_microbatches: int, splits_backward: bool) -> None:
         self.blocks, self.num_microbatches, self.fills_forward = (blocks := menu.blocks), num_microbatches, splits_backward
+        self.num_devices = menu.num_devices
         self.forward_s = ranges([b.forward_s for b in blocks], np.inf)
         self.backward_s = ranges([b.backward_s for b in blocks], np.inf)
         self.once_s = ranges([b.once_s for b in blocks])
@@ -71,7 +72,7 @@ class Tables:
         self._empty = Frontier.empty()
         self._grown: dict[tuple[int, tuple[Again, ...]], Frontier] = {}  # stages of blocks alike share theirs
 
-    def priced(self, count: int, memory_bytes: float) -> tuple[Array, Array]:
+    def priced(self, count: float, memory_bytes: float) -> tuple[Array, Array]:
         """Seconds per microbatch, and seconds counted into the maximum, with ``count`` microbatches in flight, messages aside;
         infinite where the stage does not fit.
         """
@@ -81,7 +82,7 @@ class Tables:
             counted += (self.num_microbatches - 1) * time
         return time, counted
 
-    def again_s(self, count: int, memory_bytes: float, *, least: bool = False) -> Array:
+    def again_s(self, count: float, memory_bytes: float, *, least: bool = False) -> Array:
         """Seconds per microbatch of what a stage has to compute again; infinite where it does not fit. ``least``: no less."""
         found = np.where(self.least_bytes(count) > memory_bytes * (1 + 1e-12), np.inf, 0.0)
         lacking = self.held_bytes + count * self.activation_bytes - memory_bytes
@@ -89,19 +90,19 @@ class Tables:
             found[start, stop] = self._frontier(start, stop).cost_of(lacking[start, stop] / count, least=least)
         return found
 
-    def recomputed(self, start: int, stop: int, count: int, memory_bytes: float) -> tuple[tuple[int, int], ...]:
+    def recomputed(self, start: int, stop: int, count: float, memory_bytes: float) -> tuple[tuple[int, int], ...]:
         """Which blocks of a stage are computed again so that it fits, and in which way."""
         lacking = self.held_bytes[start, stop] + count * self.activation_bytes[start, stop] - memory_bytes
         if lacking <= 0:
             return ()
         return tuple((start + index, way) for index, way in self._frontier(start, stop).chosen(lacking / count))
 
-    def used_bytes(self, start: int, stop: int, recomputed: Sequence[tuple[int, int]], count: int) -> float:
+    def used_bytes(self, start: int, stop: int, recomputed: Sequence[tuple[int, int]], count: float) -> float:
         """The bytes of one stage."""
         saved = sum(self.blocks[block].again[way].saved_bytes for block, way in recomputed)
         return float(self.held_bytes[start, stop] + count * (self.activation_bytes[start, stop] - saved))
 
-    def least_bytes(self, count: int) -> Array:
+    def least_bytes(self, count: float) -> Array:
         """The bytes of every stage with all blocks computed again, as far as they can be."""
         saved = ranges([max((way.saved_bytes for way in block.again), default=0.0) for block in self.blocks])
         return np.where(np.isfinite(self.work_s), self.held_bytes + count * (self.activation_bytes - saved), np.inf)
@@ -117,7 +118,7 @@ class Tables:
         return frontiers[stop - start]
 
 
-def ranges(values: Sequence[float], empty: float = 0.0) -> Array:
+def ranges(values: Sequence[float] | Array, empty: float = 0.0) -> Array:
     """[start, stop] -> the sum over the range; ``empty`` where there is nothing in it."""
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
     table = sums[None, :] - sums[:, None]

@@ -74,8 +74,10 @@ class NoGain:
     bound_s: float
 
 
-InFlight = Callable[[int], int]
-"""From a stage's place, counted from the end (the last is 1), to the microbatches that it holds at once."""
+InFlight = Callable[[int], float]
+"""From a stage's place, counted from the end (the last is 1), to the microbatches that it holds at once, on average where
+several stages share a position.
+"""
 
 
 class Between(Protocol):
@@ -113,6 +115,7 @@ def split_stages(
     between: Between | None = None,
     below_s: float = float("inf"),
     limit_bytes: float | None = None,
+    alone: Sequence[int] | None = None,
 ) -> Split | NoFit | NoGain:
     """The best split into exactly ``num_stages``.
 
@@ -120,6 +123,7 @@ def split_stages(
     gradients of weights, so that the bound may count on forwards only before and after a stage's own work. ``between``:
     messages and where stages may lie; without it messages take no time. ``below_s``: what takes longer is of no interest.
     ``limit_bytes``: what a stage may take at all, where that is more than ``memory_bytes``; the bound is of all such splits.
+    ``alone``: by stage the microbatches that it holds at once in any case, whatever shares its position, for the bound too.
     """
     tables = [Tables(menu, num_microbatches, splits_backward) for menu in menus]
     paths = _Paths(menus, tables, num_devices, num_stages, num_microbatches, between)
@@ -127,12 +131,13 @@ def split_stages(
         return NoGain(below_s)
     holds = in_flight or one_forward_one_backward(num_microbatches)
     counts = [holds(place) for place in range(num_stages, 0, -1)]
+    surely, most_bytes = counts if alone is None else alone, memory_bytes if limit_bytes is None else limit_bytes
     by_count = {count: [table.priced(count, memory_bytes) for table in tables] for count in dict.fromkeys(counts)}
     found = paths.best([by_count[count] for count in counts], below_s)
     if found is None:
         if below_s == float("inf"):
             return NoFit(paths.least_memory(counts))
-        return NoGain(paths.bound(below_s, counts, memory_bytes if limit_bytes is None else limit_bytes))
+        return NoGain(paths.bound(below_s, surely, most_bytes))
     cost, path = found
     stages, used = [], 0.0
     for count, (start, stop, index) in zip(counts, path, strict=True):
@@ -140,7 +145,7 @@ def split_stages(
         recomputed = table.recomputed(start, stop, count, memory_bytes)
         stages.append(Stage(start, stop, menus[index].num_devices, index, recomputed))
         used = max(used, table.used_bytes(start, stop, recomputed, count))
-    bound = paths.bound(float(cost), counts, memory_bytes if limit_bytes is None else limit_bytes)
+    bound = paths.bound(float(cost), surely, most_bytes)
     return Split(tuple(stages), float(cost), min(float(cost), bound), used)
 
 
@@ -293,7 +298,7 @@ class _Paths:
 
     # ------------------------------------------------------------------------------------------------------- bounds
 
-    def bound(self, upper: float, counts: Sequence[int], memory_bytes: float) -> float:
+    def bound(self, upper: float, counts: Sequence[float], memory_bytes: float) -> float:
         """What no split can avoid, messages aside: the larger of the least ``max_k m w_k + u_k``, and the least
         ``max_k sum_{j<k} fill_j + m w_k`` (a stage's ``u_k`` comes while gradients go back through the stages before it), with
         what a stage has to compute again so that it fits, ``counts[k]`` microbatches at once. Found by bisection below
@@ -327,10 +332,10 @@ class _Paths:
         nothing = [np.where(np.isfinite(own), 0.0, np.inf) for own in alone]
         return [(alone, nothing), (work, fill)]
 
-    def _with_again(self, counts: Sequence[int], memory_bytes: float) -> list[list[OwnAndFill]]:
+    def _with_again(self, counts: Sequence[float], memory_bytes: float) -> list[list[OwnAndFill]]:
         """The same by stage, with what has to be computed again."""
         (alone, nothing), (work, fill) = self._bound_tables
-        by_count: dict[int, tuple[OwnAndFill, OwnAndFill]] = {}
+        by_count: dict[float, tuple[OwnAndFill, OwnAndFill]] = {}
         for count in dict.fromkeys(counts):
             again = [table.again_s(count, memory_bytes, least=True) for table in self.tables]
             longer = [self.num_microbatches * seconds for seconds in again]
@@ -360,7 +365,7 @@ class _Paths:
             before = following
         return bool(np.isfinite(before[self.num_blocks, self.num_lots]))
 
-    def least_memory(self, counts: Sequence[int]) -> float:
+    def least_memory(self, counts: Sequence[float]) -> float:
         """The least over all splits of what the fullest device needs. ``counts``: microbatches in flight by stage."""
         tables = {count: [table.least_bytes(count) for table in self.tables] for count in counts}
         every = np.unique(np.concatenate([table.ravel() for listed in tables.values() for table in listed]))

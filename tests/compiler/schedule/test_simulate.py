@@ -9,7 +9,7 @@ from schedules import dependencies, random_dataflow, random_schedule
 
 from shardwright.compiler.schedule.dataflow import Dataflow
 from shardwright.compiler.schedule.generate import generate
-from shardwright.compiler.schedule.memory import peak_in_flight
+from shardwright.compiler.schedule.memory import held_together, peak_in_flight
 from shardwright.compiler.schedule.sharing import SharedMachines, Sharing
 from shardwright.compiler.schedule.simulate import StageTimes, Timeline, simulate
 
@@ -81,6 +81,23 @@ def test_in_flight() -> None:
     assert str(schedule).splitlines()[0] == "rank 0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1"
     assert peak_in_flight(schedule) == (4, 3)
     assert peak_in_flight(generate("infer_pipe", 2, 2)) == (0, 0)
+
+
+def test_what_is_held_together() -> None:
+    """Of two stages of a rank: as many of both as no other moment has of each."""
+    schedule = generate("1f1b_interleaved", 2, 4, 2)
+    assert held_together(schedule) == (((3, 2), (4, 1)), ((2, 1), (3, 0)))
+    assert held_together(schedule, in_any_case=True) == (((3, 2),), ((3, 0), (2, 1)))
+    for rank, moments in enumerate(held_together(generate("zb_v", 3, 8))):
+        assert max(map(sum, moments)) == peak_in_flight(generate("zb_v", 3, 8))[rank]
+
+
+def test_what_is_held_in_any_case_is_beside_gradients_and_gone_with_the_input_gradient() -> None:
+    assert held_together(generate("gpipe", 2, 4)) == (((4,),), ((4,),))
+    assert held_together(generate("gpipe", 2, 4), in_any_case=True) == (((3,),), ((3,),))
+    assert held_together(generate("zb_h1", 3, 6)) == (((3,),),) * 3
+    assert held_together(generate("zb_h1", 3, 6), in_any_case=True) == (((3,),), ((2,),), ((1,),))
+    assert held_together(generate("infer_pipe", 2, 2)) == (((0,),), ((0,),))
 
 
 def shared(num_ranks: int, num_cores: int, positions: list[list[int]]) -> SharedMachines:

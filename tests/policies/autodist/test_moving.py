@@ -7,9 +7,11 @@ import random
 
 import pytest
 
+from shardwright.compiler.schedule.generate import generate
 from shardwright.policies.autodist.moving import MAX_ACTIONS, REACH, moved
 from shardwright.policies.autodist.stages.frontier import Again
 from shardwright.policies.autodist.stages.menu import Block, Menu, Tables
+from shardwright.policies.autodist.stages.positions import Positions
 from shardwright.policies.autodist.stages.split import Split, Stage
 
 
@@ -20,6 +22,10 @@ def tables_of(num_blocks: int, seed: int) -> Tables:
         for _ in range(num_blocks)
     ]
     return Tables(Menu(1, blocks), 4, False)
+
+
+def positions_of(tables: Tables, number: int, memory: float = float("inf")) -> Positions:
+    return Positions([tables], generate("1f1b", number, 4), memory)
 
 
 def split_of(begins: tuple[int, ...], num_blocks: int) -> Split:
@@ -37,14 +43,14 @@ def test_begins_move_to_where_the_schedule_is_shortest() -> None:
     def step_s(split: Split) -> float:
         return 1.0 + sum(abs(begin - goal) for begin, goal in zip(begins_of(split), wanted, strict=True))
 
-    found = moved(split_of((6, 7), 12), [tables_of(12, 0)], [3, 2, 1], 4, float("inf"), step_s)
+    found = moved(split_of((6, 7), 12), positions_of(tables_of(12, 0), 3), 4, step_s)
     assert begins_of(found) == wanted and found.bound_s == 0.5
     assert [stage.stop for stage in found.stages] == [2, 9, 12]
 
 
 def test_a_place_that_is_worse_is_stepped_over() -> None:
     seconds = {4: 2.0, 5: 3.0, 6: 1.0}
-    found = moved(split_of((4,), 8), [tables_of(8, 1)], [2, 1], 4, float("inf"), lambda s: seconds.get(begins_of(s)[0], 9.0))
+    found = moved(split_of((4,), 8), positions_of(tables_of(8, 1), 2), 4, lambda s: seconds.get(begins_of(s)[0], 9.0))
     assert begins_of(found) == (6,) and REACH == 2
 
 
@@ -62,7 +68,7 @@ def test_moved_stages_fit_and_are_never_worse(seed: int) -> None:
     again = [tables.recomputed(s.start, s.stop, count, memory) for s, count in stages]
     own = [Stage(s.start, s.stop, 1, 0, ways) for (s, _), ways in zip(stages, again, strict=True)]
     start = Split(tuple(own), 0.0, 0.0, 0.0)
-    found = moved(start, [tables], counts, 4, memory, step_s)
+    found = moved(start, positions_of(tables, 3, memory), 4, step_s)
     assert step_s(found) <= step_s(start)
     used = [tables.used_bytes(s.start, s.stop, s.recomputed, count) for s, count in zip(found.stages, counts, strict=True)]
     if begins_of(found) != begins_of(start):
@@ -76,7 +82,7 @@ def test_large_schedules_are_left_as_they_are() -> None:
         trials.append(split)
         return -float(len(trials))
 
-    tables = [tables_of(12, 0)]
-    assert moved(split_of((6,), 12), tables, [2, 1], MAX_ACTIONS, float("inf"), step_s) == split_of((6,), 12) and not trials
-    moved(split_of((6,), 12), tables, [2, 1], MAX_ACTIONS // 6, float("inf"), step_s)
+    positions = positions_of(tables_of(12, 0), 2)
+    assert moved(split_of((6,), 12), positions, MAX_ACTIONS, step_s) == split_of((6,), 12) and not trials
+    moved(split_of((6,), 12), positions, MAX_ACTIONS // 6, step_s)
     assert len(trials) == 1 + 3, "the split itself, and three trials of two stages each"

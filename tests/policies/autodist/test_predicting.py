@@ -85,3 +85,18 @@ def test_the_exchange_of_whole_tensors_is_in_the_prediction(rate: float) -> None
     cost = auditor(found.plan)
     assert found.predicted_s == pytest.approx(cost.step_s, rel=1e-12)
     assert all(rank.comm_bytes[WHOLES] > 0 for rank in cost.ranks)
+
+
+@pytest.mark.parametrize("pace", [ONE_F_ONE_B, ZERO_BUBBLE, INTERLEAVED, Pace("zb_v", 2)], ids=str)
+def test_no_cut_that_fits_by_its_audit_is_below_the_bound_of_its_schedule(pace: Pace) -> None:
+    """From nothing computed again to all that can be, in as much memory as the audit says."""
+    attempt, auditor = attempted("gpt2", "2", 1e6, 2)
+    attempt, graph = replace(attempt, pace=pace), zoo_graph("gpt2")
+    cutter = Cutter(graph, Space(meshes={}, num_microbatches=COUNT))
+    bounds = []
+    for candidate in cutter.saving(attempt):
+        cost = auditor(candidate.plan)
+        limited = Cutter(graph, Space(meshes={}, num_microbatches=COUNT, memory_bytes=cost.peak_bytes))
+        bounds.append(limited.scheduled_bound_s(attempt, float("inf"), lambda: False))
+        assert 0.0 < bounds[-1] <= cost.step_s * (1 + 1e-9)
+    assert len(bounds) > 1

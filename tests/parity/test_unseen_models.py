@@ -95,6 +95,29 @@ def spoken(batch: int, seq: int, generator: torch.Generator) -> zoo.Inputs:
     return {"input_features": features, "labels": zoo.tokens(32, batch, seq, generator, low=4)}
 
 
+FLAUBERT = {
+    "vocab_size": 32, "emb_dim": 16, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 16, "pad_token_id": 0,
+    **dict.fromkeys(("dropout", "attention_dropout", "layerdrop"), 0.0),
+}  # fmt: skip
+
+
+def unmasked(batch: int, seq: int, generator: torch.Generator) -> zoo.Inputs:
+    """Rows without padding: with a mask, Longformer looks whether some token attends globally."""
+    inputs = zoo.masked_lm(32)(batch, seq, generator)
+    del inputs["attention_mask"]
+    return inputs
+
+
+def asked(batch: int, seq: int, generator: torch.Generator) -> zoo.Inputs:
+    """Images, questions about them, and how far each of three answers holds."""
+    answers = torch.rand(batch, 3, generator=generator, dtype=torch.float64)
+    return {
+        "input_ids": zoo.tokens(32, batch, seq, generator, low=4),
+        "pixel_values": zoo.images(batch, 8, generator),
+        "labels": answers,
+    }
+
+
 MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[..., zoo.Inputs]]] = {
     "mixtral": (zoo.hf("MixtralForCausalLM", "MixtralConfig", **zoo.LLAMA, **EXPERTS), zoo.causal_lm(32)),
     "gpt-oss": (
@@ -111,6 +134,9 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[..., zoo.Inputs]]] = 
     ),
     "wav2vec2": (zoo.hf("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", **WAV2VEC2), sounds),
     "whisper": (zoo.hf("WhisperForConditionalGeneration", "WhisperConfig", **WHISPER), spoken),
+    "longformer": (zoo.hf("LongformerForMaskedLM", "LongformerConfig", **zoo.BERT, attention_window=[4, 4]), unmasked),
+    "flaubert": (zoo.hf("FlaubertWithLMHeadModel", "FlaubertConfig", **FLAUBERT), zoo.masked_lm(32)),
+    "vilt": (zoo.hf("ViltForQuestionAnswering", "ViltConfig", **zoo.BERT, image_size=8, patch_size=2, num_labels=3), asked),
     "actor": (lambda **sizes: Actor(), acted),
     "gumbel": (lambda **sizes: Gumbel(), signals),
     "fourier": (lambda **sizes: FourierLayer(), signals),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwright.compiler.cost.workspaces import Workspaces
+from shardwright.compiler.cost.fake_kernels import FakeKernels
 from shardwright.compiler.ir.op import IROp, leaves
 from shardwright.compiler.ir.size import Size, dynamic_sizes, to_python
 from shardwright.compiler.ops.render import call_source, imports_of
@@ -74,7 +74,7 @@ class FakeRank:
 
         Raises whatever torch raises for a call that needs the numbers, not just the shapes.
         """
-        with self.mode, Workspaces(), _quiet():
+        with self.mode, FakeKernels(), _quiet():
             return self.prepare(op, operands)()
 
     def prepare(self, op: IROp, operands: Sequence[Tensor]) -> Callable[[], list[Tensor]]:

@@ -22,11 +22,6 @@ def really_saved(call: Call) -> Saved:
     return attributed(kept, operands, results)
 
 
-def is_random(call: Call) -> bool:
-    rule = example_op(call)[0].rule
-    return rule is not None and rule.random
-
-
 DIFFERENT_BUFFERS = {
     # Fake tensors have one offset less, or a copy of the input in the place of a view: not the same tensors, but their bytes.
     "tables-4": 8,
@@ -40,11 +35,16 @@ ESTIMATED = ("fourier-26",)
 """Calls that look at values, as ``istft`` does at its window: fake tensors cannot tell what they keep."""
 
 
-@pytest.mark.parametrize("name", [name for name, call in all_calls() if not is_random(call)])
+@pytest.mark.parametrize("name", [name for name, _ in all_calls()])
 def test_every_operator_against_autograd(name: str) -> None:
     call = dict(all_calls())[name]
     op, operands = example_op(call)
-    found, real = saved_for_backward(op), really_saved(call)
+    found = saved_for_backward(op)
+    assert op.rule is not None
+    if op.rule.random:  # a rank draws in another way, which keeps other tensors than torch's own call
+        assert found.exact
+        return
+    real = really_saved(call)
     if name in ESTIMATED:
         assert not found.exact and set(found.operands) >= set(real.operands)
         return

@@ -1,8 +1,10 @@
-"""What kernels keep for their backward whose fake forms keep nothing.
+"""What torch's fake forms of kernels lack.
 
-On a CPU torch gives an LSTM of float32, bfloat16 or float16 to oneDNN, layer by layer. Each call returns a workspace for its
-backward, a multiple of the activations; the fake form of the call returns an empty one. How large it is only oneDNN knows, so
-it is asked, with a call on zeros.
+**Workspaces.** On a CPU torch gives an LSTM of float32, bfloat16 or float16 to oneDNN, layer by layer. Each call returns a
+workspace for its backward, a multiple of the activations; the fake form of the call returns an empty one. How large it is only
+oneDNN knows, so it is asked, with a call on zeros.
+
+**Generators.** Exponential numbers (Gumbel softmax, sampling without replacement) have a fake form that refuses a generator.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+_EXPONENTIALS = (torch.ops.aten.exponential_.default, torch.ops.aten.exponential.default)
+
 MOST_WEIGHTS = 2**22
 """Elements of the weights of a call that is made to ask."""
 MOST_HIDDEN = 2**14
@@ -21,14 +25,17 @@ MOST_HIDDEN = 2**14
 MOST_STEPS = 32
 
 
-class Workspaces(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, the fake forms of calls with a workspace make one."""
+class FakeKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While active, fake tensors go through those calls as real ones do."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in _EXPONENTIALS and isinstance(args[0], FakeTensor):
+            return func(*args, **{**kwargs, "generator": None})
+        result = func(*args, **kwargs)
         if func is not torch.ops.aten.mkldnn_rnn_layer.default or not isinstance(result[3], FakeTensor):
             return result
         if not torch.is_grad_enabled():  # then oneDNN infers

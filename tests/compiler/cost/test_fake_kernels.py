@@ -1,4 +1,4 @@
-"""Recurrent layers: peaks against those measured, with the workspaces of oneDNN and what a backward lets go on its way."""
+"""What fake tensors tell of recurrent layers, whose peaks are held against those measured, and of exponential numbers."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ from plans import traced
 from torch import Tensor, nn
 
 from shardwright.compiler.compile import compile_graph
+from shardwright.compiler.cost.fake_kernels import rnn_workspace_bytes
 from shardwright.compiler.cost.memory import program_memory
-from shardwright.compiler.cost.workspaces import rnn_workspace_bytes
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
 
@@ -60,3 +60,21 @@ def test_large_workspaces_are_asked_for_in_parts() -> None:
     base = size(32, 8, 512)
     for steps, batch, width, times in ((320, 8, 512, 10), (32, 256, 512, 32), (32, 8, 4096, 8), (64, 64, 8192, 2 * 8 * 16)):
         assert size(steps, batch, width) == pytest.approx(times * base, rel=0.04)
+
+
+class Gumbel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 64)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (nn.functional.gumbel_softmax(self.layer(x), dim=-1) - y).square().mean()
+
+
+def test_gumbel_softmax(tmp_path: Path) -> None:
+    model, args = Gumbel(), {"x": torch.randn(128, 32), "y": torch.zeros(128, 64)}
+    config = ComputeConfig(plan_ngpus=1, runtime_ngpus=1, use_end2end=True)
+    compiled = compile_graph(traced(model, args), find_policy("dp").apply, config, policy_name="dp")
+    (measured,) = measured_peaks(tmp_path, compiled, model, args, config)
+    found = program_memory(compiled.program, config)  # type: ignore[arg-type]
+    assert found.peak_bytes == pytest.approx(measured, rel=0.02) and not found.assumed

@@ -136,7 +136,7 @@ def _staged(case: Case, graph: PlannableGraph, plan: Plan) -> Plan:
         stage_starts=tuple(f"layers.{case.layers * index // num_stages}" for index in range(1, num_stages)),
         recompute=plan.recompute,
     )
-    return add_stages(graph, plan, options, case.pipeline_ranks)
+    return add_stages(graph, case.config, plan, options, case.pipeline_ranks)
 
 
 def audited(case: Case, graph: PlannableGraph, plan: Plan, hardware: Hardware) -> PlanCost:

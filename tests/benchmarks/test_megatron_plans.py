@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -15,15 +17,30 @@ from shardwright.policies.autodist.policy import search
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
-@pytest.mark.slow
-def test_never_worse_than_the_published_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """22B on the published mesh; every placement and recomputation is free."""
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     spec = importlib.util.spec_from_file_location("megatron_plans", BENCHMARKS / "megatron_plans.py")
     assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "megatron_plans", script)  # dataclasses look their module up
-    spec.loader.exec_module(script)
+    found = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "megatron_plans", found)  # dataclasses look their module up
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_published_pipelines_are_cut_as_they_say(script: ModuleType) -> None:
+    case = next(case for case in script.CASES if case.name == "175B")
+    case = replace(case, layers=12, hidden=64, heads=8, tensor_ranks=2, pipeline_ranks=2, gpus=4, batch=4)
+    plans = dict(script.megatron_plans(case, script.graph_of(case)))
+    assert len(plans) == 6
+    assert {len(plan.stages) for plan in plans.values()} == {6} and {plan.schedule for plan in plans.values()} == {
+        "1f1b_interleaved"
+    }
+
+
+@pytest.mark.slow
+def test_never_worse_than_the_published_plan(script: ModuleType) -> None:
+    """22B on the published mesh; every placement and recomputation is free."""
     case = next(case for case in script.CASES if case.name == "22B")
     hardware = load_hardware("a100-80gb", case.gpus)
     graph = script.graph_of(case)

@@ -93,7 +93,12 @@ def _lower_body(
             assert op.rule is not None
             found = layouts(op.rule, plan.assignment(op.name), plan.stages[stage.index].mesh)[1]
             made.update({value.name: _whole_gradients(layout) for value, layout in zip(op.results, found, strict=True)})
-    crossings = [_crossing(value, source, stage, made, plan) for stage in stages for value, source in stage.receives]
+    leading = _leading_to_outputs(graph)
+    crossings = [
+        _crossing(value, value.takes_gradient and value.name in leading, source, stage, made, plan)
+        for stage in stages
+        for value, source in stage.receives
+    ]
     programs = []
     for stage in stages:
         own = stored[plan.stages[stage.index].mesh]
@@ -176,7 +181,18 @@ def _lower_stage(stage: StageGraph, plan: Plan, crossings: list[Crossing], copie
     return lower(stage.graph, own, copied)
 
 
-def _crossing(value: IRValue, source: int, stage: StageGraph, made: dict[str, Layout], plan: Plan) -> Crossing:
+def _leading_to_outputs(graph: IRGraph) -> set[str]:
+    """Names of the values that a gradient of what the model returns may come back to: to no code that was rounded to, say."""
+    leading = {value.name for _, value in graph.output.leaves() if isinstance(value, IRValue) and value.requires_grad}
+    for op in reversed(graph.ops):
+        if any(value.name in leading for value in op.results):
+            leading |= {value.name for value in op.operands if value.requires_grad}
+    return leading
+
+
+def _crossing(
+    value: IRValue, takes_gradient: bool, source: int, stage: StageGraph, made: dict[str, Layout], plan: Plan
+) -> Crossing:
     """A value keeps its layout where both stages have the same mesh; else it arrives as its first reader needs it."""
     here, there = plan.stages[source], plan.stages[stage.index]
     sent = made[value.name]
@@ -186,6 +202,7 @@ def _crossing(value: IRValue, source: int, stage: StageGraph, made: dict[str, La
         assert reader.rule is not None
         needed = layouts(reader.rule, plan.assignment(reader.name), there.mesh)[0][reader.operands.index(value)]
         received = _whole_gradients(needed)
+    value = replace(value, takes_gradient=takes_gradient)
     return Crossing(
         value, source, stage.index, Holding(sent, here.mesh, here.ranks), Holding(received, there.mesh, there.ranks)
     )

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -33,8 +34,8 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.size import product
 from shardwright.compiler.ir.value import IRValue, ValueKind
-from shardwright.compiler.ops.rule import OpRule
-from shardwright.compiler.ops.strategy import Strategy, layouts, placements
+from shardwright.compiler.ops.rule import OpRule, RuleForm
+from shardwright.compiler.ops.strategy import KNOWN, Strategy, layouts, placements
 from shardwright.compiler.plan.conversion import canonical
 from shardwright.runtime.layout import Mesh
 
@@ -222,5 +223,11 @@ def _bytes(value: IRValue) -> float:
 
 def _piece(op: IROp, position: int, strategy: Strategy, axis_size: int) -> str:
     """How a split operator wants one of its operands cut."""
+    return _pieces(_rule(op).form, strategy, axis_size)[position]
+
+
+@lru_cache(maxsize=KNOWN)
+def _pieces(form: RuleForm, strategy: Strategy, axis_size: int) -> tuple[str, ...]:
+    """The same of all operands."""
     mesh = Mesh((("axis", axis_size),))
-    return str(canonical(layouts(_rule(op), {"axis": strategy}, mesh)[0][position], mesh))
+    return tuple(str(canonical(layout, mesh)) for layout in layouts(form.rule, {"axis": strategy}, mesh)[0])

@@ -120,12 +120,18 @@ def evened(times: Sequence[int], traffic: Sequence[float], cuts: Sequence[int], 
         while improved:
             improved = False
             for number in range(len(cuts)):
+                before, after = placement[number : number + 2]
+                if before == after:
+                    continue  # wherever the cut is, the sums are the same
+                positions = by_position(cuts)
+                others = best - positions[before] ** 2 - positions[after] ** 2
+                first, both = positions[before] - sums[cuts[number]], positions[before] + positions[after]
                 low, high = (0, *cuts)[number], (*cuts, len(times))[number + 1]
                 for place in places[bisect.bisect_right(places, low) : bisect.bisect_left(places, high)]:
-                    trial = [*cuts[:number], place, *cuts[number + 1 :]]
-                    value = squares(trial)
+                    moved = first + sums[place]  # what the position before the cut has with it there
+                    value = others + moved**2 + (both - moved) ** 2
                     if value < (1 - WORTH) * best:
-                        best, cuts, improved = value, trial, True
+                        best, cuts, improved = value, [*cuts[:number], place, *cuts[number + 1 :]], True
         return cuts
 
     starts = (list(cuts), _after_equal_times(sums, places, len(cuts)))
@@ -153,12 +159,26 @@ def stage_starts(graph: IRGraph, placement: Sequence[int]) -> list[str]:
 
     Operators that every stage makes for itself cost nothing here; a stage does not begin inside a recompute region.
     """
-    free = from_nothing(graph)
-    machine = load_hardware(BALANCED_ON)
-    times = [0 if op.name in free else round(op_time(op, {}, Mesh(), machine).total_s * 1e15) for op in graph.ops]
-    traffic = cut_traffic(graph, free)
-    starts = evened(times, traffic, balanced_cuts(times, traffic, len(placement)), placement)
-    return [graph.ops[i].name for i in starts]
+    return Balance(graph).starts(placement)
+
+
+class Balance:
+    """Where stages of one graph begin: :func:`stage_starts` for any number of them."""
+
+    def __init__(self, graph: IRGraph) -> None:
+        free, machine = from_nothing(graph), load_hardware(BALANCED_ON)
+        self._graph = graph
+        self._times = [0 if op.name in free else round(op_time(op, {}, Mesh(), machine).total_s * 1e15) for op in graph.ops]
+        self._traffic = cut_traffic(graph, free)
+        self._known: dict[tuple[int, ...], list[str]] = {}
+
+    def starts(self, placement: Sequence[int]) -> list[str]:
+        """The first operator of every stage but the first. Raises :class:`PlanError` where there are too few places to cut."""
+        if (key := tuple(placement)) not in self._known:
+            cuts = balanced_cuts(self._times, self._traffic, len(key))
+            starts = evened(self._times, self._traffic, cuts, key)
+            self._known[key] = [self._graph.ops[i].name for i in starts]
+        return self._known[key]
 
 
 def cut_traffic(graph: IRGraph, free: set[str]) -> list[float]:

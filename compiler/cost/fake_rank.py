@@ -123,12 +123,12 @@ class FakeRank:
 def _quiet() -> Iterator[None]:
     """Without what torch logs of a call that fake tensors cannot make: it is made otherwise then."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    disabled = logger.disabled
+    logger.disabled = True  # setting its level would empty what all loggers know
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.disabled = disabled
 
 
 def sizes_read(op: IROp) -> tuple[tuple[str, int], ...]:

@@ -18,7 +18,7 @@ from shardwright.compiler.cost.fake_rank import REFUSALS, FakeRank, sizes_read
 from shardwright.compiler.cost.live_bytes import LiveBytes
 from shardwright.compiler.cost.local import local_shape
 from shardwright.compiler.cost.saved import saving_to
-from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ir.op import IROp, once
 from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ops.render import call_source
 from shardwright.compiler.plan.program import Adapt, Instruction
@@ -232,7 +232,11 @@ def _signature(instruction: Instruction) -> object:
     """Equal for instructions that do the same."""
     if isinstance(instruction, Adapt):
         return instruction.step
-    op = instruction.op
+    return _signature_of_call(instruction.op)
+
+
+@once
+def _signature_of_call(op: IROp) -> object:
     return op.target, _source(op), sizes_read(op), op.autocast, op.grad_enabled
 
 

@@ -17,7 +17,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
@@ -112,6 +112,11 @@ class Hardware:
     def digest(self) -> str:
         """A SHA-256 of device and tiers."""
         return self._digest
+
+    @cached_property
+    def call_times(self) -> dict[Hashable, Any]:
+        """What calls take on it, as far as they were asked for (:func:`~shardwright.compiler.cost.operators.op_time`)."""
+        return {}
 
     @cached_property
     def _digest(self) -> str:

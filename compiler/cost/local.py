@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
 from shardwright.compiler.cost.communication import estimate
-from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ir.op import IROp, once
 from shardwright.compiler.ir.size import Size
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.rule import DimRefs, OpRule, TensorRefs
@@ -59,9 +60,29 @@ class LocalCall:
 
 def local_call(op: IROp, assignment: Assignment, mesh: Mesh) -> LocalCall:
     """The call of the rank at index 0 of every axis. Dynamic sizes count as in the dummy arguments."""
-    rule = op.rule
-    assert rule is not None, f"{op.name} has no rule"
-    cuts = _cuts(assignment, mesh)
+    return LocalCall(op, *_local_tensors(Alike(op), tuple(_cuts(assignment, mesh).items())))
+
+
+class Alike:
+    """An operator as a key, where all that are alike are one."""
+
+    def __init__(self, op: IROp) -> None:
+        self.op, self.key = op, signature(op)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alike) and self.key == other.key
+
+
+@functools.lru_cache(maxsize=2**14)
+def _local_tensors(
+    asked: Alike, cut: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
+) -> tuple[tuple[LocalTensor, ...], tuple[LocalTensor, ...], Mapping[str, int]]:
+    """Operands, results, and the sizes of factors."""
+    op, rule, cuts = asked.op, asked.op.rule, dict(cut)
+    assert rule is not None
     whole = {factor.name: tuple(map(estimated_size, factor.segments)) for factor in rule.factors}
     local = {name: cut_sizes(sizes, [n for _, n in cuts.get(name, ())]) for name, sizes in whole.items()}
     exceptions = _exceptions(rule, cuts)
@@ -76,7 +97,26 @@ def local_call(op: IROp, assignment: Assignment, mesh: Mesh) -> LocalCall:
 
     operands = tensors(op.operands, rule.operands, 0)
     results = tensors(op.results, rule.results, 1)
-    return LocalCall(op, operands, results, {name: sum(sizes) for name, sizes in local.items()})
+    return operands, results, MappingProxyType({name: sum(sizes) for name, sizes in local.items()})
+
+
+@once
+def signature(op: IROp) -> Hashable:
+    """What two calls must share to cost the same however they are split: target, arguments, dtypes, the form of the rule."""
+    assert op.rule is not None, f"{op.name} has no rule"
+    return op.target, _described(op), op.autocast, op.grad_enabled, op.rule.form
+
+
+def _described(op: IROp) -> tuple[str, ...]:
+    """The arguments without the names of values."""
+
+    def leaf(arg: object) -> object:
+        if not isinstance(arg, IRValue):
+            return arg
+        return tuple(map(str, arg.shape)), arg.dtype, arg.requires_grad, arg.takes_gradient
+
+    arguments = op.map_args(leaf).args
+    return tuple(map(repr, (*arguments, *(leaf(value) for value in op.results))))
 
 
 def local_shape(layout: Layout, mesh: Mesh) -> tuple[int, ...]:

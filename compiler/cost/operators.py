@@ -28,7 +28,7 @@ from shardwright.compiler.cost.arithmetic import ATTENTION, CONVOLUTIONS, PRODUC
 from shardwright.compiler.cost.collectives import axis_collective_s
 from shardwright.compiler.cost.communication import estimate
 from shardwright.compiler.cost.hardware import Device, Hardware
-from shardwright.compiler.cost.local import LocalCall, LocalTensor, local_call
+from shardwright.compiler.cost.local import LocalCall, LocalTensor, local_call, signature
 from shardwright.compiler.ir.op import IROp, map_leaves
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.rule import OpRule
@@ -181,15 +181,28 @@ def op_time(
     Raises:
         ConfigError: the hardware has no rate for the dtype of a product.
     """
-    call = local_call(op, assignment, mesh)
-    device = hardware.device
-    found = times.of(call) if times is not None else None
+    if times is None or not times.entries:
+        key = signature(op), tuple((axis, size, assignment.get(axis)) for axis, size in mesh.axes)
+        if key not in hardware.call_times:
+            call = local_call(op, assignment, mesh)
+            found = roofline(call, hardware.device, _communicates(call, assignment, mesh)) + _host(call, hardware.device)
+            hardware.call_times[key] = call, found
+        call, found = hardware.call_times[key]
+    else:
+        call = local_call(op, assignment, mesh)
+        found = _measured(call, assignment, mesh, hardware.device, times) + _host(call, hardware.device)
+    return found + _messages(call, assignment, mesh, hardware, ranks)
+
+
+def _measured(call: LocalCall, assignment: Assignment, mesh: Mesh, device: Device, times: OperatorTimes) -> OpTime:
+    """As measured, where it was."""
+    found = times.of(call)
     if found is None:
-        found = roofline(call, device, _communicates(call, assignment, mesh))
-    elif device.sharing is not None:  # it was measured with a core for itself
+        return roofline(call, device, _communicates(call, assignment, mesh))
+    if device.sharing is not None:  # it was measured with a core for itself
         slower = device.sharing.speed(1)
-        found = OpTime(slower * found.forward_s, slower * found.backward_s)
-    return found + _host(call, device) + _messages(call, assignment, mesh, hardware, ranks)
+        return OpTime(slower * found.forward_s, slower * found.backward_s)
+    return found
 
 
 def _host(call: LocalCall, device: Device) -> OpTime:

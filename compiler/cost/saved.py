@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from shardwright.compiler.cost.fake_rank import REFUSALS, FakeRank, sizes_read
-from shardwright.compiler.cost.local import LocalCall, local_call
+from shardwright.compiler.cost.local import Alike, LocalCall, local_call
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ops.localise import localise
 from shardwright.compiler.ops.render import call_source
-from shardwright.compiler.ops.strategy import Assignment
+from shardwright.compiler.ops.strategy import Assignment, Strategy
 from shardwright.runtime.layout import Mesh
 
 REAL_BYTES = 2**26
@@ -56,9 +56,15 @@ def saved_for_backward(op: IROp, assignment: Assignment | None = None, mesh: Mes
     ``op`` is the call as traced. Without an assignment it is the unsplit call: splitting changes which tensors are kept only
     where another function takes its place (a loss over a split vocabulary).
     """
-    rule = op.rule
-    assert rule is not None, f"{op.name} has no rule"
-    chosen = {axis: strategy for axis, strategy in (assignment or {}).items() if mesh.axis_size(axis) > 1}
+    chosen = tuple((axis, strategy) for axis, strategy in (assignment or {}).items() if mesh.axis_size(axis) > 1)
+    return _saved_by(Alike(op), chosen, mesh)
+
+
+@lru_cache(maxsize=2**14)
+def _saved_by(asked: Alike, strategies: tuple[tuple[str, Strategy], ...], mesh: Mesh) -> Saved:
+    """``strategies``: by axis."""
+    op, rule, chosen = asked.op, asked.op.rule, dict(strategies)
+    assert rule is not None
     call = local_call(op, chosen, mesh)
     local = localise(op, rule, chosen, mesh)
     names = {value.name: f"x{index}" for index, value in enumerate(local.operands)}

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from shardwright.compiler.ops.rule import OpRule
 
 Arg = Any
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class RankRng:
     """The module's random state as an argument (``self.rng``)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class IROp:
     """One operator call.
 
@@ -78,10 +81,15 @@ class IROp:
         """Whether an argument is bound to ``name``."""
         return any(key == name for key, _ in self.args)
 
-    @property
+    @cached_property
     def operands(self) -> tuple[IRValue, ...]:
         """The tensor arguments in signature order, those inside tuples included; a value used twice appears twice."""
         return tuple(leaf for _, value in self.args for leaf in leaves(value) if isinstance(leaf, IRValue))
+
+    @cached_property
+    def known(self) -> dict[Callable[[IROp], Any], Any]:
+        """What functions decorated with :func:`once` have answered of it."""
+        return {}
 
     @property
     def operand_names(self) -> tuple[str, ...]:
@@ -107,6 +115,19 @@ class IROp:
         known = {key for key, _ in self.args}
         args = tuple((key, updates.get(key, value)) for key, value in self.args)
         return replace(self, args=args + tuple((k, v) for k, v in updates.items() if k not in known))
+
+
+def once(function: Callable[[IROp], Result]) -> Callable[[IROp], Result]:
+    """Ask a function of an operator alone once: operators are immutable, and all of a large model are asked again and again."""
+
+    @wraps(function)
+    def asked(op: IROp) -> Result:
+        if function not in op.known:
+            op.known[function] = function(op)
+        found: Result = op.known[function]
+        return found
+
+    return asked
 
 
 def leaves(arg: Arg) -> Iterator[Arg]:

@@ -16,16 +16,15 @@ from shardwright.runtime.layout import Mesh
 def localise(op: IROp, rule: OpRule, assignment: Assignment, mesh: Mesh) -> IROp:
     """``op`` as a rank executes it when each mesh axis follows its strategy."""
     axes = {factor: cut for factor, cut in factor_axes(assignment, mesh).items() if any(mesh.axis_size(a) > 1 for a in cut)}
-    local = local_sizes(rule, axes, mesh)
     if axes and rule.localise is not None:
-        op = op.with_args(**rule.localise(op, rule, local))
+        op = op.with_args(**rule.localise(op, rule, local_sizes(rule, axes, mesh)))
     if rule.parallel is not None and (rule.random or any(factor in axes for factor in rule.parallel.factors)):
         form = rule.parallel
         keywords: dict[str, tuple[AxisRef, ...]] = {}
         for factor, keyword in form.keywords.items():
             if factor in axes:
                 keywords[keyword] = keywords.get(keyword, ()) + tuple(AxisRef(axis) for axis in axes[factor])
-        extra = form.local_args(op, local) if form.local_args else {}
+        extra = form.local_args(op, local_sizes(rule, axes, mesh)) if form.local_args else {}
         op = op.with_args(**{**extra, **keywords}).retarget(form.target)
     return op
 

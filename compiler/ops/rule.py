@@ -15,9 +15,11 @@ From the factors follow all strategies of the operator along one mesh axis (:fun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
+from weakref import WeakValueDictionary
 
 from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ir.size import Size, product
@@ -160,7 +162,22 @@ class OpRule:
 
     def factor(self, name: str) -> Factor:
         """The factor of that name."""
-        return next(factor for factor in self.factors if factor.name == name)
+        return self._by_name[name]
+
+    @cached_property
+    def _by_name(self) -> dict[str, Factor]:
+        return {factor.name: factor for factor in self.factors}
+
+    @cached_property
+    def form(self) -> RuleForm:
+        """One object for all rules from which the same strategies follow, so that it can be a key."""
+        form = self.parallel
+        parallel = form and (form.target, tuple(form.factors.items()), tuple(form.keywords.items()))
+        key = (
+            *(self.factors, self.operands, self.results, self.additive, self.linear_sets),
+            *(self.grad_linear, self.nonempty, parallel),
+        )
+        return _FORMS.setdefault(key, RuleForm(self))
 
     def splittable(self, name: str, num_pieces: int = 1) -> bool:
         """Whether the factor may be split over mesh axes, ``num_pieces`` in all."""
@@ -168,3 +185,14 @@ class OpRule:
         if self.nonempty and any(isinstance(size, int) and size < num_pieces for size in factor.segments):
             return False
         return factor.kind is not FactorKind.FROZEN or (self.parallel is not None and name in self.parallel.factors)
+
+
+@dataclass(frozen=True, eq=False)
+class RuleForm:
+    """What strategies follow from: a rule, one for all that say the same. Compared by identity."""
+
+    rule: OpRule
+
+
+_FORMS: WeakValueDictionary[Hashable, RuleForm] = WeakValueDictionary()
+"""Those of rules that are in use."""

@@ -13,20 +13,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 
-from shardwright.compiler.ops.rule import OpRule, TensorRefs
+from shardwright.compiler.ops.rule import OpRule, RuleForm, TensorRefs
 from shardwright.runtime.layout import Atom, Layout, Mesh
 
 Strategy = str
 Assignment = Mapping[str, Strategy]
 """Mesh axis to the operator's strategy along it; an axis left out means ``R``."""
 
+KNOWN = 2**14
+"""Of how many answers the latest are kept: the operators of a model have few rules that differ, and all are asked for often."""
 
-def strategies(rule: OpRule) -> list[Strategy]:
+
+def strategies(rule: OpRule) -> tuple[Strategy, ...]:
     """Every strategy the rule allows along one axis."""
+    return _strategies(rule.form)
+
+
+@lru_cache(maxsize=KNOWN)
+def _strategies(form: RuleForm) -> tuple[Strategy, ...]:
+    rule = form.rule
     found = ["R", "G"] if rule.grad_linear else ["R"]
     found += [f"split:{factor.name}" for factor in rule.factors if rule.splittable(factor.name)]
-    return found + [f"linear:{i}" for i in range(len(rule.linear_sets))]
+    return (*found, *(f"linear:{i}" for i in range(len(rule.linear_sets))))
 
 
 def allowed(rule: OpRule, assignment: Assignment, mesh: Mesh) -> bool:
@@ -43,6 +53,12 @@ def split_factor(strategy: Strategy) -> str | None:
 
 def placements(rule: OpRule, strategy: Strategy) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """``(operand placements, result placements)`` along one axis; each is ``S``, ``R``, ``G`` or ``P``."""
+    return _placements(rule.form, strategy)
+
+
+@lru_cache(maxsize=KNOWN)
+def _placements(form: RuleForm, strategy: Strategy) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    rule = form.rule
     num_operands, num_results = len(rule.operands), len(rule.results)
     if strategy in ("R", "G"):
         return (strategy,) * num_operands, (strategy,) * num_results
@@ -56,8 +72,8 @@ def placements(rule: OpRule, strategy: Strategy) -> tuple[tuple[str, ...], tuple
         "S" if has_factor(refs, factor) else "P" if summed and i in rule.additive else "G"
         for i, refs in enumerate(rule.operands)
     )
-    form = rule.parallel.factors.get(factor) if rule.parallel else None
-    return (form and form.operands) or operands, (form and form.results) or results
+    parallel = rule.parallel.factors.get(factor) if rule.parallel else None
+    return (parallel and parallel.operands) or operands, (parallel and parallel.results) or results
 
 
 def has_factor(tensor: TensorRefs, factor: str) -> bool:
@@ -77,7 +93,14 @@ def factor_axes(assignment: Assignment, mesh: Mesh) -> dict[str, tuple[str, ...]
 
 def layouts(rule: OpRule, assignment: Assignment, mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
     """The layout of every operand and every result under one strategy per axis."""
-    per_axis = {axis: placements(rule, assignment.get(axis, "R")) for axis in mesh.names}
+    return _layouts(rule.form, tuple((axis, assignment.get(axis, "R")) for axis in mesh.names))
+
+
+@lru_cache(maxsize=KNOWN)
+def _layouts(form: RuleForm, strategies: tuple[tuple[str, Strategy], ...]) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+    """``strategies``: of every axis, in mesh order."""
+    rule, assignment = form.rule, dict(strategies)
+    per_axis = {axis: placements(rule, strategy) for axis, strategy in strategies}
     operands = tuple(
         tensor_layout(rule, refs, assignment, {axis: p[0][i] for axis, p in per_axis.items()})
         for i, refs in enumerate(rule.operands)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from shardwright.compiler.cost.communication import local_elements, steps_elements
 from shardwright.compiler.ir.graph import IRGraph, Tree
@@ -18,7 +19,7 @@ from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.localise import localise
 from shardwright.compiler.ops.rule import OpRule
-from shardwright.compiler.ops.strategy import layouts
+from shardwright.compiler.ops.strategy import KNOWN, layouts
 from shardwright.compiler.passes.outputs import drop_outputs
 from shardwright.compiler.passes.sharing import Route, routes
 from shardwright.compiler.passes.strides import without_strided_views
@@ -147,21 +148,7 @@ class _Lowering:
     def best_storage(self, value: IRValue, uses: list[Layout]) -> Layout:
         """The layout of a parameter that costs its uses the least; gradient reductions count, ties go to the smaller one."""
         whole = Layout.whole(value.shape)
-        candidates = {str(layout): replace(layout, partial=()) for layout in [whole, *uses]}
-
-        def cost(layout: Layout) -> tuple[float, float, str]:
-            targets = {str(use): use for use in uses}.values()
-            paths = (convert(layout, t, self.mesh, differentiable=value.requires_grad) for t in targets)
-            moved = sum(steps_elements(path, self.mesh, differentiable=value.takes_gradient) for path in paths)
-            elements = local_elements(layout, self.mesh)
-            reduced = (
-                sum(2 * elements * (1 - 1 / self.mesh.axis_size(a)) for a in layout.grad_partial)
-                if value.takes_gradient
-                else 0.0
-            )
-            return moved + 0.99 * reduced, elements, str(layout)  # the reducer buckets what adapters would do one by one
-
-        return min(candidates.values(), key=cost)
+        return _best_storage(whole, tuple(uses), self.mesh, value.requires_grad, value.takes_gradient)
 
     # ------------------------------------------------------------------------------------------------------ adapters
 
@@ -232,6 +219,21 @@ class _Lowering:
                 return tree
             return replace(tree, value=self._adapted(tree.value, self._output_layout(path, tree.value), None))
         return replace(tree, children=tuple((k, self._output(child, f"{path}.{k}".lstrip("."))) for k, child in tree.children))
+
+
+@lru_cache(maxsize=KNOWN)
+def _best_storage(whole: Layout, uses: tuple[Layout, ...], mesh: Mesh, requires_grad: bool, takes_gradient: bool) -> Layout:
+    candidates = {str(layout): replace(layout, partial=()) for layout in [whole, *uses]}
+    targets = {str(use): use for use in uses}.values()
+
+    def cost(layout: Layout) -> tuple[float, float, str]:
+        paths = (convert(layout, t, mesh, differentiable=requires_grad) for t in targets)
+        moved = sum(steps_elements(path, mesh, differentiable=takes_gradient) for path in paths)
+        elements = local_elements(layout, mesh)
+        reduced = sum(2 * elements * (1 - 1 / mesh.axis_size(a)) for a in layout.grad_partial) if takes_gradient else 0.0
+        return moved + 0.99 * reduced, elements, str(layout)  # the reducer buckets what adapters would do one by one
+
+    return min(candidates.values(), key=cost)
 
 
 def _rule(op: IROp) -> OpRule:

@@ -68,7 +68,8 @@ def _routes(
 
 def goals_of(source: Layout, targets: Iterable[Layout]) -> tuple[Layout, ...]:
     """The copies to be made: distinct targets other than the source, in one order whoever asks. All in canonical form."""
-    return tuple(sorted({target for target in targets if target != source}, key=str))
+    goals = {target for target in targets if target != source}
+    return tuple(sorted(goals, key=str) if len(goals) > 1 else goals)
 
 
 def weight(steps: Sequence[AdapterStep], mesh: Mesh, *, takes_gradient: bool) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 
+from shardwright.compiler.cost.local import signature
 from shardwright.compiler.cost.reduction import parameter_s
 from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.passes.lower import lower
@@ -20,7 +21,6 @@ from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.compiler.plan.program import Compute, Declaration, Instruction
 from shardwright.compiler.plan.zero import units_of_storage
 from shardwright.policies.autodist.candidates import position_ranks
-from shardwright.policies.autodist.placement.strategies import signature
 from shardwright.policies.autodist.stages.walk import Setting, Walk
 from shardwright.policies.choice import choose_dims
 from shardwright.policies.data import batch_classes

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from shardwright.compiler.cost.local import local_bytes
+from shardwright.compiler.cost.local import local_bytes, signature
 from shardwright.compiler.cost.saved import Saved, saved_for_backward
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.strategy import Assignment, split_factor
-from shardwright.policies.autodist.placement.strategies import LayoutTable, OpMenu, Seconds, signature
+from shardwright.policies.autodist.placement.strategies import LayoutTable, OpMenu, Seconds
 from shardwright.runtime.layout import Mesh
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwright.compiler.cost.hardware import Hardware
+from shardwright.compiler.cost.local import signature
 from shardwright.compiler.cost.operators import OperatorTimes, OpTime, op_time
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import IRValue
@@ -158,36 +159,6 @@ class OpMenus:
             layout = tensor_layout(rule, refs, assignment, placement)
             found = self._tensors[key] = self.table.id(canonical(layout, self.mesh, differentiable=value.requires_grad))
         return found
-
-
-def signature(op: IROp) -> Hashable:
-    """What two operators must share to have the same menu: target, arguments, dtypes, and the rule in its factors."""
-    rule = op.rule
-    assert rule is not None
-    parallel = rule.parallel and (
-        rule.parallel.target,
-        tuple(rule.parallel.factors.items()),
-        tuple(rule.parallel.keywords.items()),
-    )
-    return (
-        op.target,
-        _described(op),
-        (op.autocast, op.grad_enabled),
-        (rule.factors, rule.operands, rule.results, rule.additive, rule.linear_sets, rule.grad_linear, rule.nonempty),
-        repr(parallel),
-    )
-
-
-def _described(op: IROp) -> tuple[str, ...]:
-    """The arguments without the names of values."""
-
-    def leaf(arg: object) -> object:
-        if not isinstance(arg, IRValue):
-            return arg
-        return tuple(map(str, arg.shape)), arg.dtype, arg.requires_grad, arg.takes_gradient
-
-    arguments = op.map_args(leaf).args
-    return tuple(map(repr, (*arguments, *(leaf(value) for value in op.results))))
 
 
 def used(ids: Iterable[int]) -> tuple[int, ...]:

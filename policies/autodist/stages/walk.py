@@ -5,6 +5,7 @@ A *place* is the position of an operator in those of the graph; an adapter has t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -65,7 +66,8 @@ class Walk:
         self.mesh: Mesh = program.plan.mesh
         self.storage_mesh: Mesh = program.plan.storage_mesh
         units = range(max(1, program.plan.zero))
-        self._parts: dict[int, list[tuple[float, float]]] = {}  # by start, what backward_parts says of further places
+        # by start, what backward_parts says of further places: as far as it was asked, and what goes on with that
+        self._parts: dict[int, tuple[list[tuple[float, float]], Iterator[tuple[float, float]]]] = {}
         self._operators: dict[tuple[str, frozenset[int]], tuple[float, float]] = {}
         self.storage_ranks = tuple(unit * setting.config.plan_ngpus + rank for unit in units for rank in setting.ranks)
 
@@ -136,25 +138,26 @@ class Walk:
         of weights.
         """
         if start not in self._parts:
-            self._parts[start] = self._parts_from(start)
-        return self._parts[start][stop - start]
+            self._parts[start] = [], self._parts_from(start)
+        known, further = self._parts[start]
+        known.extend(itertools.islice(further, max(0, stop - start + 1 - len(known))))
+        return known[stop - start]
 
-    def _parts_from(self, start: int) -> list[tuple[float, float]]:
-        """By number of places."""
+    def _parts_from(self, start: int) -> Iterator[tuple[float, float]]:
+        """Of 0, 1, 2, ... places."""
         before = [item for item in self.program.body[: self._first[start]] if not _is_of_weight(item)]
         inputs = {value.name for item in before for value in writes(item) if value.takes_gradient}
         timed = self._timed[self._first[start] :]
         parts = parts_of_instructions([(item, time) for _, item, time in timed], inputs, self._parts_of)
-        found = [(0.0, 0.0)] * (len(self.program.graph.ops) - start + 1)
-        for (place, item, time), (first_s, second_s) in zip(timed, parts, strict=True):
-            if isinstance(item, Adapt) and item.result.name in self._gathered_again:
-                # for the gradient of what it is multiplied with
-                first_s, second_s = first_s + time.forward_s, second_s - time.forward_s
-            one = found[place - start + 1]
-            found[place - start + 1] = one[0] + first_s, one[1] + second_s
-        for index in range(1, len(found)):
-            found[index] = found[index - 1][0] + found[index][0], found[index - 1][1] + found[index][1]
-        return found
+        inputs_s = weights_s = 0.0
+        yield inputs_s, weights_s
+        for _, inside in groupby(zip(timed, parts, strict=True), key=lambda item: item[0][0]):  # every place has an operator
+            for (_, item, time), (first_s, second_s) in inside:
+                if isinstance(item, Adapt) and item.result.name in self._gathered_again:
+                    # for the gradient of what it is multiplied with
+                    first_s, second_s = first_s + time.forward_s, second_s - time.forward_s
+                inputs_s, weights_s = inputs_s + first_s, weights_s + second_s
+            yield inputs_s, weights_s
 
     def _parts_of(self, item: Compute, time: OpTime, inside: frozenset[int]) -> tuple[float, float]:
         key = item.original.name, inside

@@ -1,17 +1,23 @@
 """How long autodist takes to plan, and how far from optimal its plan can be: a Llama of the 8B shape on one mesh, and searched.
 
     python benchmarks/planning.py [--quick] [--search] [--three-axes]
+    python benchmarks/planning.py --short [LAYERS-RANKS-LIMIT ...]
 
 The model is traced on meta, bfloat16, one sequence of 4096 tokens for every rank along the first axis; the machine is A100-80GB
 nodes of eight. Times are CPU seconds of this process; tracing is not counted, everything from the traced graph to the plan is.
 Without ``--search`` a placement on each mesh, all axes at once. With it the whole search with pipelines, 64 microbatches.
 ``--three-axes``: of eight layers, the meshes of up to three axes instead, or the search with ``max_axes=3`` beside that with 2.
+``--short``: whole searches with limits of a few seconds, each in a process of its own. Their limits are counted in CPU seconds
+of that process, too, so that what else runs on the machine changes little. Some cases may be named, as ``32-8-2``.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import multiprocessing
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -40,6 +46,12 @@ SEARCHES = ((32, 8, 2), (32, 64, 2))
 THREE_AXES = ((8, (2, 4)), (8, (2, 2, 2)), (8, (4, 16)), (8, (4, 4, 4)), (8, (2, 4, 8)))
 THREE_AXES_SEARCHES = ((8, 8, 2), (8, 8, 3))
 
+SHORT = (
+    *((layers, ranks, limit_s) for layers in (2, 8, 32) for ranks in (8, 64) for limit_s in (2.0, 5.0, 10.0)),
+    *((layers, 64, 20.0) for layers in (8, 32)),
+)
+"""Layers, ranks of a unit, and the limit."""
+
 
 def llama(num_layers: int) -> nn.Module:
     """A Llama 3 8B with another number of layers, without memory behind its weights."""
@@ -60,8 +72,12 @@ def main() -> None:
     parser.add_argument("--search", action="store_true", help="the whole search, with pipelines")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for each case")
     parser.add_argument("--three-axes", action="store_true", help="meshes of up to three axes")
+    parser.add_argument("--short", nargs="*", metavar="LAYERS-RANKS-LIMIT", help="whole searches with limits of a few seconds")
     args = parser.parse_args()
-    if args.search:
+    if args.short is not None:
+        named = {f"{layers}-{ranks}-{limit_s:.0f}": (layers, ranks, limit_s) for layers, ranks, limit_s in SHORT}
+        measure_short([named[name] for name in args.short or named])
+    elif args.search:
         searches = THREE_AXES_SEARCHES if args.three_axes else SEARCHES
         measure_searches(searches[:1] if args.quick else searches, args.limit)
     else:
@@ -103,6 +119,32 @@ def measure_searches(cases: tuple[tuple[int, int, int], ...], limit_s: float) ->
         assert certificate is not None and found.best is not None
         step = f"{certificate.cost_s:.3f} s | {certificate.gap:.2%}"
         print(f"| {num_layers} | {num_ranks} | {max_axes} | {took} | {step} | {found.best.title} |", flush=True)
+
+
+def measure_short(cases: Sequence[tuple[int, int, float]]) -> None:
+    """``left out``: meshes whose plans of simple policies there was no time to compare with, as the certificate says."""
+    print("| layers | ranks | limit | took | step, audited | bound | left out | plan |\n|---|---|---|---|---|---|---|---|")
+    for num_layers, of_layers in itertools.groupby(sorted(cases), key=lambda case: case[0]):
+        graph = planned_graph(num_layers, 8)
+        for case in of_layers:
+            process = multiprocessing.get_context("fork").Process(target=_measure_short, args=(graph, *case))
+            process.start()
+            process.join()
+            assert process.exitcode == 0, case
+
+
+def _measure_short(graph: PlannableGraph, num_layers: int, num_ranks: int, limit_s: float) -> None:
+    """One search, in a process of its own."""
+    time.monotonic = time.process_time  # the time that limits are of
+    config = ComputeConfig(plan_ngpus=num_ranks, runtime_ngpus=num_ranks, use_end2end=True, outputs="loss")
+    hardware = load_hardware("a100-80gb", num_ranks)
+    began = time.process_time()
+    found = search(graph, config, AutodistOptions(num_microbatches=64, time_limit_s=limit_s), hardware)
+    certificate = settled(found, config, hardware).certificate
+    took_s = time.process_time() - began
+    assert certificate is not None and found.best is not None
+    step = f"{certificate.cost_s:.3f} s | {certificate.bound_s:.3f} s | {len(found.not_compared)}"
+    print(f"| {num_layers} | {num_ranks} | {limit_s:.0f} | {took_s:.1f} | {step} | {found.best.title} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -72,10 +72,12 @@ class Audits:
         self.sure: list[Candidate] = []
         self._seen: list[Candidate] = []  # what was audited
 
-    def best(self, most: int | None = None) -> None:
+    def best(self, most: int | None = None, near: float | None = None) -> None:
         """Lower and audit the most promising candidates; what does not fit is cut again for less memory, or refused. What is
-        the same as another with its axes in another order stays as it is predicted.
+        the same as another with its axes in another order stays as it is predicted. ``most``, ``near``: in the place of what
+        the space says of them.
         """
+        near = self.space.near if near is None else near
         waiting = [(candidate, 0) for candidate in self.found.others]
         if not self.found.audited and self.sure:
             waiting.append((self.sure.pop(), 0))
@@ -88,7 +90,7 @@ class Audits:
             if waiting[0][0].predicted_s > self.space.worth_s:
                 return
             if self.found.audited:
-                if waiting[0][0].predicted_s > self.space.near * self.bench.best_s():
+                if waiting[0][0].predicted_s > near * self.bench.best_s():
                     return
                 if self.clock.spent(self.clock.longest_s(AUDIT)) > 1.0:
                     return self.bench.end_by_time()

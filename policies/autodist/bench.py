@@ -28,13 +28,19 @@ from shardwright.runtime.layout import Mesh
 TRYING_SHARE = 0.8
 """The share of the time limit after which nothing further is tried: the rest is for audits."""
 
+AUDITS_KEPT = 2
+"""For how many audits there must be time behind that share for further things to be tried."""
+
+TRIED = "trying a mesh"
+"""What the clock calls cutting a placement into stages for all schedules."""
+
 AUDIT = "audit"
 """What the clock calls the lowering and audit of a plan."""
 
 SCOUT = "scouting"
 """What it calls finding out about what the plans of simple policies take."""
 
-PLACING = 3.0
+PLACING = 1.5
 """How many times as long as scouting a placement on a mesh of one axis is expected to take, where none was made yet."""
 
 MORE_AXES = 8.0
@@ -60,6 +66,7 @@ class Bench:
         self.cutter = Cutter(graph, space)
         self.offers: list[Offer] = []
         self.found = Found()
+        self._likely_s: dict[Whereabouts, float] = {}
 
     # -------------------------------------------------------------------------------------------- time, and the best so far
 
@@ -70,9 +77,15 @@ class Bench:
 
     def is_late(self) -> bool:
         """Whether nothing further is tried; then that is noted."""
-        if self.found.interrupted is None and self.clock.spent() > TRYING_SHARE:
+        if self.found.interrupted is None and self.clock.spent() > TRYING_SHARE and not self.may_try():
             self.end_by_time()
         return self.found.interrupted is not None
+
+    def may_try(self) -> bool:
+        """Whether the limit leaves time to try another mesh with all schedules, as long as others took, and audit what that
+        gives.
+        """
+        return self.clock.spent(self.clock.longest_s(TRIED) + AUDITS_KEPT * self.clock.longest_s(AUDIT)) < 1.0
 
     def best_s(self) -> float:
         """Of a step of the best plan so far: audited, or predicted where nothing is."""
@@ -112,7 +125,9 @@ class Bench:
         number, mesh, place = where
         if self._scout is None:
             return float("inf")
-        return self._scout.step_s(mesh, number, place, self.setting(())) * self.slower(number)
+        if where not in self._likely_s:
+            self._likely_s[where] = self._scout.step_s(mesh, number, place, self.setting(())) * self.slower(number)
+        return self._likely_s[where]
 
     def may_place(self, mesh: Mesh) -> bool:
         """Whether the limit leaves time for another placement on a mesh and an audit of what it gives, or there is no plan yet,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Iterator
 
 OVERTIME, OVERTIME_S = 1.2, 2.0
 """A search that has nothing to answer with when its limit is over goes on until that many times the limit are, or as many
 seconds more, whatever is later.
 """
+
+LATEST = 4
+"""Of how many steps of a kind it is known what they took."""
 
 
 class Clock:
@@ -20,7 +24,7 @@ class Clock:
         self._began = time.monotonic()
         self._is_ended = False
         self._reserved = 0.0
-        self._longest_s: dict[str, float] = {}  # by kind of step
+        self._took_s: dict[str, deque[float]] = {}  # the latest steps, by kind
 
     @property
     def seconds(self) -> float:
@@ -56,11 +60,11 @@ class Clock:
         try:
             yield
         finally:
-            self._longest_s[kind] = max(self.longest_s(kind), self.seconds - began)
+            self._took_s.setdefault(kind, deque(maxlen=LATEST)).append(self.seconds - began)
 
     def longest_s(self, kind: str) -> float:
-        """Of the steps of a kind so far."""
-        return self._longest_s.get(kind, 0.0)
+        """Of the latest steps of a kind: the first ones take longer, for all that is worked out once."""
+        return max(self._took_s.get(kind, ()), default=0.0)
 
     def end(self) -> None:
         """Leave no time, as somebody waits for the answer."""

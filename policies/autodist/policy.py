@@ -17,6 +17,7 @@ from shardwright.compiler.schedule.generate import SCHEDULES
 from shardwright.policies.autodist.batches import own_batch
 from shardwright.policies.autodist.candidates import divisors, meshes, stage_sizes
 from shardwright.policies.autodist.clock import Clock
+from shardwright.policies.autodist.collector import only_new_objects
 from shardwright.policies.autodist.degrees import meshes_with
 from shardwright.policies.autodist.floor import FLOOR
 from shardwright.policies.autodist.found import Candidate, Found
@@ -123,7 +124,8 @@ def search_variants(variants: Variants, options: AutodistOptions, hardware: Hard
             optimizer=chosen.optimizer_memory, times=times, clock=clock, least=placer.least_s,
         ).run()  # fmt: skip
 
-    return variants.search(one, options.time_limit_s)
+    with only_new_objects():
+        return variants.search(one, options.time_limit_s)
 
 
 def _check_size(graph: PlannableGraph, options: AutodistOptions) -> None:

@@ -11,7 +11,7 @@ from shardwright.policies.autodist.auditing import Auditor, least_of
 from shardwright.policies.autodist.bench import AUDIT, Bench
 from shardwright.policies.autodist.candidates import Pace, position_ranks, staged
 from shardwright.policies.autodist.found import Candidate, Opening, Whereabouts
-from shardwright.policies.autodist.simple import SIMPLE_SLACK, Simple, simple_plans
+from shardwright.policies.autodist.simple import SIMPLE_SLACK, Rules, Simple, simple_plans
 from shardwright.policies.autodist.space import Placed
 from shardwright.policies.autodist.words import mesh_title, paced_title
 from shardwright.runtime.layout import Mesh
@@ -25,8 +25,10 @@ NO_BOUND = "no bound, as the search did not come to the mesh"
 RIVAL = "plans of a simple policy"
 """What the clock calls making some."""
 
-KEPT_SHARE, BEGIN_SHARE = 0.2, 0.7
-"""Of the time limit: what is kept for them to come last, and where it is short, what they may take to begin with."""
+KEPT_SHARE, GATHER_SHARE, BEGIN_SHARE = 0.2, 0.2, 0.7
+"""Of the time limit: what is kept for them to come last, and where it is short, what making and auditing some may take to begin
+with.
+"""
 
 
 class Rivals:
@@ -37,26 +39,42 @@ class Rivals:
     def __init__(self, bench: Bench, audited: Auditor) -> None:
         self.bench, self.audited = bench, audited
         self.space, self.found, self.clock = bench.space, bench.found, bench.clock
-        self._starts: dict[tuple[int, ...], list[str]] = {}
+        self._rules = Rules(bench.graph, bench.config)
         self._compared: set[Whereabouts] = set()
+        self._begun: dict[Whereabouts, Sequence[Simple]] = {}  # all of the meshes that were begun with
         self._tried: dict[str, Whereabouts] = {}  # titles of plans that were audited, and where they are
         if self.space.simple:
             self.clock.reserve(KEPT_SHARE)
 
     def begin(self, left: Sequence[Whereabouts]) -> None:
         """Where there is little time, a first plan: of theirs on the meshes where they likely take least the one whose parts
-        do, or the next that fits. At least one is audited.
+        do, or the next that fits. Of those that likely fit at least one is audited.
         """
+        self.clock.reserve(KEPT_SHARE / 2)  # as this does the most likely part of what comes last
         found: list[tuple[Simple, Whereabouts]] = []
-        for where in left:
-            if found and self.clock.spent() > BEGIN_SHARE / 2:
+        for number, where in enumerate(sorted(left, key=self.bench.likely_s if len(left) > 1 else None)):
+            if number and self.clock.spent() > GATHER_SHARE:
                 break
-            listed, _ = self._plans(where, BEGIN_SHARE)
-            found += [(simple, where) for simple in listed if simple.may_fit(self.space.memory_bytes)]
+            listed, has_all = self._plans(where, BEGIN_SHARE)
+            found += [(simple, where) for simple in listed]
+            if has_all:
+                self._begun[where] = listed
         for simple, where in sorted(found, key=lambda item: item[0].least_s):
+            if simple.least_bytes(gradients=True) > self.space.memory_bytes:
+                continue
             if self.found.audited or (self._tried and self.clock.spent() > BEGIN_SHARE):
                 return
             self._try(simple, where, None)
+
+    @property
+    def best_where(self) -> Whereabouts | None:
+        """Where the best plan so far is, if it is one of theirs."""
+        best = self.found.best
+        return None if best is None else self._tried.get(best.title)
+
+    def end_reserve(self) -> None:
+        """Keep nothing of the limit any more."""
+        self.clock.reserve(0.0)
 
     def run(self, openings: Sequence[Opening], left: Sequence[Whereabouts]) -> None:
         """Audit the plans of the simple policies that may beat the best one, on the meshes that were placed and those that are
@@ -64,9 +82,8 @@ class Rivals:
         """
         if not self.space.simple:
             return
-        self.clock.reserve(0.0)
         waiting = deque(self._ordered(openings, left))
-        while waiting and self._has_time(RIVAL, AUDIT):
+        while waiting and self._has_time(RIVAL):
             found, all_of = self._gathered(waiting)
             for simple, where, opening in found:
                 if SIMPLE_SLACK * simple.least_s >= self.bench.beaten_s():
@@ -89,7 +106,7 @@ class Rivals:
         found: list[tuple[Simple, Whereabouts, Opening | None]] = []
         all_of: set[Whereabouts] = set()
         share = (self.clock.spent() + 1.0) / 2
-        while waiting and (not found or self.clock.spent() <= share) and self._has_time(RIVAL, AUDIT):
+        while waiting and (not found or self.clock.spent() <= share) and self._has_time(RIVAL):
             where, opening = waiting.popleft()
             if opening is None or opening.bound_s < self.bench.beaten_s():
                 listed, has_all = self._plans(where, share)
@@ -136,13 +153,15 @@ class Rivals:
 
     def _plans(self, where: Whereabouts, share: float) -> tuple[Sequence[Simple], bool]:
         """Those on one mesh that may be better; and whether they are all, or there was no time for more, in that share of the
-        limit, with an audit.
+        limit.
         """
+        if where in self._begun:
+            return self._begun[where], True
         number, mesh, place = where
         setting = self.bench.setting(position_ranks(mesh, number, place)[0])
         paces = sorted([*self.bench.paces(number), *self._left_out(number)], key=lambda pace: pace.chunks)
         below_s = self.bench.beaten_s()
-        plans = simple_plans(self.bench.graph, mesh, paces, number, place, self.space, setting, below_s, self._starts)
+        plans = simple_plans(self.bench.graph, mesh, paces, number, place, self.space, setting, below_s, self._rules)
         found: list[Simple] = []
         simple: Simple | None
         while True:
@@ -151,7 +170,7 @@ class Rivals:
             if simple is None:
                 break
             found.append(simple)
-            if self.clock.spent() > share or not self._has_time(AUDIT):
+            if self.clock.spent() > share or not self._has_time(RIVAL):
                 break
         return found, simple is None
 

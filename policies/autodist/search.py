@@ -35,7 +35,7 @@ from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.auditing import Auditor, Audits
-from shardwright.policies.autodist.bench import SCOUT, TRYING_SHARE, Bench
+from shardwright.policies.autodist.bench import MORE_AXES, SCOUT, TRIED, TRYING_SHARE, Bench
 from shardwright.policies.autodist.candidates import FURTHER_AXIS, Pace, divisors, inner_places, position_ranks, unlikely
 from shardwright.policies.autodist.clock import Clock
 from shardwright.policies.autodist.floor import floor_s
@@ -57,8 +57,10 @@ BINDS = 1e-3
 OPENING_SHARES = (0.3, 0.5, 0.7)
 """The shares of the time limit at which meshes that were placed for speed are tried before more are."""
 
-SHORT = 60.0
-"""A limit of less than that many times what it takes to place the model on the first mesh leaves time for few of them."""
+SHORT, SCOUTED = 60.0, 120.0
+"""A limit of less than that many times what it takes to place the model on a mesh of one axis leaves time for few of them; the
+same of what it takes to scout.
+"""
 
 BEGINNING_SHARES = (0.2, 0.45)
 """The shares of a short limit until which meshes are placed to begin with, and tried."""
@@ -132,8 +134,12 @@ class Search:
         """``openings``: takes in what is placed."""
         left = self._left = self._meshes()
         is_first = self.space.simple and self.space.worth_s == float("inf")
-        if is_first and self.clock.limit_s < SHORT * self.clock.longest_s(SCOUT):
+        if is_first and self.clock.limit_s < SCOUTED * self.clock.longest_s(SCOUT):
             self._rivals.begin(left)
+            best = self._rivals.best_where
+            if best is not None and best in left:  # there something better still is the most likely
+                left.remove(best)
+                left.appendleft(best)
         tried = self._begin(left, openings)
         for share in OPENING_SHARES:
             ended = self._open(left, share, openings)
@@ -148,6 +154,9 @@ class Search:
         if not self.bench.is_late():
             self._try_inner(openings)
             Mixing(self.bench, self.audits).run(openings)
+        self._rivals.end_reserve()
+        if self.found.audited:
+            self.audits.best(most=1, near=1.0)
         self._rivals.run(openings, left)
 
     def _begin(self, left: deque[Whereabouts], openings: list[Opening]) -> int:
@@ -164,7 +173,7 @@ class Search:
             if in_time and opening.bound_s < self.bench.best_s():
                 fits = self._try_first(opening)
                 openings[openings.index(opening)] = replace(opening, binds=not fits)
-        self.audits.best(most=1)
+        self.audits.best(most=1, near=1.0)
         self._try_all(openings)
         return len(openings)
 
@@ -219,11 +228,12 @@ class Search:
         return True
 
     def _may_end(self, share: float) -> bool:
-        """Whether a share of the time is over, and there is something to audit, or overtime is over; never before the first
-        mesh was tried.
+        """Whether a share of the time is over, with no time for more, and there is something to audit, or overtime is over;
+        never before the first mesh was tried.
         """
         has_some = bool(self.found.others or self.found.audited or self.audits.sure)
-        return self.clock.spent() > share and (has_some or (self._num_tried > 0 and self.clock.is_over))
+        over = self.clock.spent() > share and not self.bench.may_try()
+        return over and (has_some or (self._num_tried > 0 and self.clock.is_over))
 
     def _hurries(self) -> bool:
         """Whether there is time for little more than one plan that fits, and none yet."""
@@ -246,7 +256,8 @@ class Search:
                     break
                 if opening.bound_s < self.bench.best_s():
                     hurries = self._hurries()
-                    self._try_mesh(opening)
+                    with self.clock.timed(TRIED):
+                        self._try_mesh(opening)
                     self._num_tried += 1
                     waiting.remove(opening)
                     if hurries:
@@ -304,7 +315,8 @@ class Search:
         first, *others = wishes(self.graph, self.space, num_positions, mesh, ranks)
         free = self.bench.placed(first, mesh_title(num_positions, mesh, pp_place), keeps=True)
         if self._is_short is None:
-            self._is_short = self.clock.limit_s < SHORT * self.bench.placing_s(len(mesh.axes))
+            one_axis_s = self.bench.placing_s(len(mesh.axes)) / MORE_AXES ** max(0, len(mesh.axes) - 1)
+            self._is_short = self.clock.limit_s < SHORT * one_axis_s
         if free is None:
             return None
         binds, least_s = False, 0.0
@@ -338,7 +350,7 @@ class Search:
                 inner_places(self.bench.hardware, opening.mesh, opening.num_positions) if self.space.pp_place is None else ()
             )
             for place in places:
-                if opening.bound_s >= self.bench.best_s() or self.bench.is_late():
+                if opening.bound_s >= self.bench.best_s() or self.bench.is_late() or not self.bench.may_place(opening.mesh):
                     break
                 found = self._opening(opening.num_positions, opening.mesh, place)
                 inner += [] if found is None else [found]

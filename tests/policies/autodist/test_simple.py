@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +19,13 @@ from shardwright.policies.autodist import search as outer_search
 from shardwright.policies.autodist.auditing import Auditor
 from shardwright.policies.autodist.candidates import Pace, divisors, meshes, position_ranks
 from shardwright.policies.autodist.clock import Clock
-from shardwright.policies.autodist.found import Found
+from shardwright.policies.autodist.found import Found, Whereabouts
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.placement.constraints import Constraints
 from shardwright.policies.autodist.policy import certificate, search
+from shardwright.policies.autodist.rivals import Rivals
 from shardwright.policies.autodist.search import Search
-from shardwright.policies.autodist.simple import simple_plans
+from shardwright.policies.autodist.simple import Rules, simple_plans
 from shardwright.policies.autodist.space import Placed, Space, Wish
 from shardwright.policies.autodist.stages.walk import Setting
 from shardwright.policies.registry import find_policy
@@ -66,7 +68,7 @@ class Placings(Clock):
         return float(self.num_placed)
 
 
-def in_time(limit_s: float) -> tuple[Search, Found]:
+def in_time(limit_s: float, memory_bytes: float = math.inf) -> tuple[Search, Found]:
     """A search that time ends."""
     clock = Placings(limit_s)
 
@@ -77,8 +79,9 @@ def in_time(limit_s: float) -> tuple[Search, Found]:
     config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=True, outputs="loss")
     every = {n: meshes(n) for n in divisors(4)}
     space = Space(
-        meshes=every, num_microbatches=NUM_MICROBATCHES, schedules=("1f1b", "zb_h1"), mixed=False, simple=True, audits=1
-    )
+        meshes=every, num_microbatches=NUM_MICROBATCHES, schedules=("1f1b", "zb_h1"), mixed=False, simple=True, audits=1,
+        memory_bytes=memory_bytes,
+    )  # fmt: skip
     search = Search(plans.zoo_graph("mlp"), config, slow_machine(4, bytes_per_s=1e9), space, slowly, clock=clock)
     return search, search.run()
 
@@ -154,6 +157,8 @@ def test_where_there_was_no_time_for_the_simple_policies_is_said() -> None:
 def test_where_time_is_short_a_simple_plan_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """As soon as its limit is short for what it takes to find out which is likely the best: then before all placements."""
     monkeypatch.setattr(outer_search, "SHORT", math.inf)
+    monkeypatch.setattr(outer_search, "SCOUTED", math.inf)
+    monkeypatch.setattr(Placings, "longest_s", lambda clock, kind: 1.0)
     search, found = in_time(1e9)
     first = [candidate for candidate in search.found.audited if candidate.is_simple][-1]
     assert found.best is not None and first.step_s >= found.best.step_s
@@ -224,3 +229,41 @@ def test_no_simple_plan_takes_less_than_its_parts(stage: int | None) -> None:
             below = list(simple_plans(graph, mesh, paces, number, 0, space, setting, below_s=1e-9))
             assert not below  # nothing is that fast, so nothing is cut
     assert num_plans > 12
+
+
+def test_where_time_is_short_no_time_goes_to_a_plan_that_likely_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for all that a plan holds but its gradients, it is not audited to begin with."""
+    monkeypatch.setattr(outer_search, "SCOUTED", math.inf)
+    monkeypatch.setattr(Placings, "longest_s", lambda clock, kind: 1.0)
+    audits: list[int] = []
+    begin = Rivals.begin
+
+    def begun(rivals: Rivals, left: Sequence[Whereabouts]) -> None:
+        begin(rivals, left)
+        audits.append(len(rivals._tried))
+
+    monkeypatch.setattr(Rivals, "begin", begun)
+    rivals = in_time(1e9)[0]._rivals
+    listed = [simple for plans in rivals._begun.values() for simple in plans]
+    least = min(listed, key=lambda simple: simple.least_bytes(gradients=True))
+    between = (least.least_bytes() + least.least_bytes(gradients=True)) / 2
+    in_time(1e9, memory_bytes=between)
+    assert audits == [1, 0]
+
+
+def test_the_rules_give_on_two_axes_what_policies_give() -> None:
+    graph = plans.zoo_graph("mlp")
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=True)
+    rules = Rules(graph, config)
+    mesh = Mesh((("dp", 2), ("tp", 2)))
+    options = {"num_stages": 1, "tp": 2, "dp": 2, "num_microbatches": NUM_MICROBATCHES}
+    made = find_policy("hybrid").apply(graph, replace(config, pas_config=options))
+    plan = made if isinstance(made, Plan) else made.plan
+    for _ in range(2):  # what was worked out along one axis is used again
+        found = rules.plan(mesh, ("batch", "inner"))
+        assert found.strategies and found.strategies == plan.strategies and found.mesh.axes == plan.mesh.axes[-2:]
+    wider = rules.plan(Mesh((("dp", 2), ("tp", 4))), ("batch", "inner"))
+    assert wider.strategies.keys() == found.strategies.keys()
+    rules = Rules(plans.zoo_graph("gpt2"), config)
+    notes = rules.plan(Mesh((("tp", 64),)), ("inner",)).notes  # why something is not split among so many
+    assert notes and {note.axis for note in notes} == {"tp"}

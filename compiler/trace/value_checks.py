@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import sys
 from types import CodeType, FrameType
 from typing import Any
 
@@ -18,6 +19,9 @@ _EFFECTS = ("STORE_", "DELETE_", "RETURN_", "YIELD_", "IMPORT_", "FOR_ITER", "GE
 """Instructions, by the start of their names, that do more than prepare an exception."""
 
 _MOVES = ("SWAP", "COPY")
+
+_COMPARED_AS_BOOL = 16
+"""The bit of the argument of a comparison that gives a truth value, from Python 3.13 on."""
 
 
 def passing(frame: FrameType | None) -> bool | None:
@@ -62,7 +66,7 @@ def unread(frame: FrameType | None) -> Unread | None:
 def _passing_at(code: CodeType, offset: int) -> bool | None:
     instructions, offsets = disassemble(code)
     position = position_after(code, offset) - 1
-    if instructions[position].opname == "TO_BOOL":  # Python 3.13
+    if _makes_bool(instructions[position]):
         position += 1
     branch = instructions[position]
     if not _is_branch(branch) or "_NONE" in branch.opname or branch.argval not in offsets:
@@ -109,6 +113,12 @@ def _only_raises(code: CodeType, start: int, other: int) -> bool:
             if position >= len(instructions):
                 return False
     return raises
+
+
+def _makes_bool(instruction: dis.Instruction) -> bool:
+    """Whether an instruction in front of a branch asks for the truth value; until Python 3.12 branches do that themselves."""
+    compares = sys.version_info >= (3, 13) and instruction.opname == "COMPARE_OP"
+    return instruction.opname == "TO_BOOL" or (compares and bool((instruction.arg or 0) & _COMPARED_AS_BOOL))
 
 
 def _is_branch(instruction: dis.Instruction) -> bool:

@@ -274,9 +274,9 @@ def test_any_choice_costs_what_the_audit_says_with_pieces_over_units() -> None:
     "name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow), pytest.param("vit", marks=pytest.mark.slow)]
 )
 def test_never_worse_than_a_policy(name: str, policy: str, bytes_per_s: float) -> None:
-    axis = {"tp": "tp", "data": "dp"}[policy]
-    wanted = request(zoo_graph(name), Mesh(((axis, 4),)), planning.slow_machine(4, bytes_per_s=bytes_per_s))
-    plan = find_policy(policy).apply(wanted.graph, wanted.config).plan
+    graph = zoo_graph(name)
+    plan = find_policy(policy).apply(graph, ComputeConfig(plan_ngpus=4, runtime_ngpus=4)).plan
+    wanted = request(graph, plan.mesh, planning.slow_machine(4, bytes_per_s=bytes_per_s))
     assert placed(wanted).cost_s <= audited_s(wanted.graph, plan, wanted) * (1 + 1e-12)
 
 

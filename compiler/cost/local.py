@@ -18,7 +18,7 @@ from shardwright.compiler.ir.op import IROp, once
 from shardwright.compiler.ir.size import Size
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.rule import DimRefs, OpRule, TensorRefs
-from shardwright.compiler.ops.strategy import Assignment, split_factor
+from shardwright.compiler.ops.strategy import KNOWN, Assignment, split_factor
 from shardwright.runtime.layout import Layout, Mesh
 
 
@@ -76,7 +76,7 @@ class Alike:
         return isinstance(other, Alike) and self.key == other.key
 
 
-@functools.lru_cache(maxsize=2**14)
+@functools.lru_cache(maxsize=KNOWN)
 def _local_tensors(
     asked: Alike, cut: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
 ) -> tuple[tuple[LocalTensor, ...], tuple[LocalTensor, ...], Mapping[str, int]]:

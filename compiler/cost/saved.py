@@ -21,7 +21,7 @@ from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ops.localise import localise
 from shardwright.compiler.ops.render import call_source
-from shardwright.compiler.ops.strategy import Assignment, Strategy
+from shardwright.compiler.ops.strategy import KNOWN, Assignment, Strategy
 from shardwright.runtime.layout import Mesh
 
 REAL_BYTES = 2**26
@@ -60,7 +60,7 @@ def saved_for_backward(op: IROp, assignment: Assignment | None = None, mesh: Mes
     return _saved_by(Alike(op), chosen, mesh)
 
 
-@lru_cache(maxsize=2**14)
+@lru_cache(maxsize=KNOWN)
 def _saved_by(asked: Alike, strategies: tuple[tuple[str, Strategy], ...], mesh: Mesh) -> Saved:
     """``strategies``: by axis."""
     op, rule, chosen = asked.op, asked.op.rule, dict(strategies)

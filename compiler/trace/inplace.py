@@ -15,7 +15,7 @@ import torch
 from shardwright.compiler.ir.op import Arg, RankDevice
 from shardwright.compiler.ir.size import product
 from shardwright.compiler.ir.value import IRValue, ValueKind
-from shardwright.compiler.trace.recorder import Call, Recorder, TensorType, Variable
+from shardwright.compiler.trace.recorder import CUTS, Call, Recorder, TensorType, Variable
 from shardwright.runtime.errors import TraceError
 
 METADATA_CHANGES = ("t_", "transpose_", "squeeze_", "unsqueeze_", "swapaxes_", "swapdims_", "as_strided_")
@@ -144,6 +144,13 @@ def write(recorder: Recorder, variable: Variable, value: IRValue) -> None:
             why="the change would be lost between calls",
             hint="make it a buffer with register_buffer()",
         )
+    if recorder.gets_gradient(root.value) and (by := _unseen(variable)):
+        raise TraceError(
+            f"forward changes a tensor in place {by}, and a gradient comes to it",
+            where=recorder.where(),
+            why="torch gives it the gradient of what was written, as if it had not been changed; no operator does that",
+            hint="write x = x + (new - x).detach() where that is meant, else leave out no_grad and .data",
+        )
     if variable.parent is not None:
         assert variable.call is not None
         whole = recorder.current(variable.parent)
@@ -152,6 +159,18 @@ def write(recorder: Recorder, variable: Variable, value: IRValue) -> None:
         variable.version += 1
     variable.value = value
     variable.version = root.version
+
+
+def _unseen(variable: Variable) -> str:
+    """In which way autograd does not see a write to ``variable``; empty where it does."""
+    if not torch.is_grad_enabled():
+        return "under no_grad"
+    link: Variable | None = variable
+    while link is not None:
+        if link.call is not None and link.call.name in CUTS:
+            return "through .data" if link.call.name == "data" else f"through .{link.call.name}()"
+        link = link.parent
+    return ""
 
 
 def _write_through(recorder: Recorder, view: Variable, whole: IRValue, new: IRValue) -> IRValue:

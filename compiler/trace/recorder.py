@@ -25,6 +25,9 @@ from shardwright.runtime.errors import TraceError
 _PYTHON_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 """What torch takes Python's types for where a dtype is asked for."""
 
+CUTS = {"detach", "data"}
+"""Views that no gradient flows through."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
@@ -93,7 +96,8 @@ class Recorder:
         self.constants: list[tuple[IRValue, torch.Tensor]] = []
         self.variables: dict[int, Variable] = {}
         self.captured: set[str] = set()  # constants that belong to somebody outside of forward
-        self._untrained: set[str] = set()  # values that require a gradient only because here every floating input does
+        self._asked: set[str] = set()  # values made of something whose gradient the user asks for, outside of the module
+        self._leaves: set[str] = set()  # values at which torch's own graph of such gradients begins
         self._kept: list[Any] = []
         self.make_constant: Callable[[torch.Tensor], torch.Tensor] | None = None  # set by the tracer
 
@@ -136,23 +140,40 @@ class Recorder:
         root = variable.root
         if variable.version != root.version:
             assert variable.parent is not None and variable.call is not None
-            call = replace(variable.call, args=(self.current(variable.parent), *variable.call.args[1:]))
-            values = self.emit(
-                call, [TensorType(v.value.shape, v.value.dtype, v.value.requires_grad) for v in variable.siblings]
-            )
+            whole = self.current(variable.parent)
+            call = replace(variable.call, args=(whole, *variable.call.args[1:]))
+            flows = whole.requires_grad and call.name not in CUTS
+            values = self.emit(call, [TensorType(v.value.shape, v.value.dtype, flows) for v in variable.siblings])
             for sibling, value in zip(variable.siblings, values, strict=True):
                 sibling.value, sibling.version = value, root.version
         return variable.value
 
     # gradients
 
-    def note_gradient(self, value: IRValue, *, asked: bool) -> None:
-        """Whether the user asks for the gradient of an input, or by ``requires_grad_()`` for that of another value."""
-        (self._untrained.discard if asked else self._untrained.add)(value.name)
+    def ask_gradient(self, value: IRValue, *, leaf: bool) -> None:
+        """The user asks for the gradient of an input, or by ``requires_grad_()`` for that of another value.
+
+        ``leaf``: whether nothing that it is made of gets one.
+        """
+        self._asked.add(value.name)
+        if leaf:
+            self._leaves.add(value.name)
 
     def requires_gradient(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` requires a gradient outside of a trace, in which every floating input does."""
-        return tensor.requires_grad and self.value(tensor).name not in self._untrained
+        return tensor.requires_grad and self.gets_gradient(self.value(tensor))
+
+    def gets_gradient(self, value: IRValue) -> bool:
+        """Whether a gradient comes to ``value`` where the arguments are like the dummy ones."""
+        return value.takes_gradient or value.name in self._asked
+
+    def is_leaf(self, tensor: torch.Tensor) -> bool:
+        """``tensor.is_leaf`` outside of a trace."""
+        return tensor.is_leaf or not self.requires_gradient(tensor) or self.value(tensor).name in self._leaves
+
+    def follows_inputs(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` requires a gradient if and only if the arguments of the call do."""
+        return tensor.requires_grad and not self.value(tensor).takes_gradient
 
     # operators
 
@@ -163,9 +184,8 @@ class Recorder:
         operands = [leaf for _, arg in bound.args for leaf in leaves(arg) if isinstance(leaf, IRValue)]
         trained = any(value.takes_gradient for value in operands)
         values = self._name_results(list(results), bound.name, frame, trained=trained)
-        sources = {value.name for value in operands if value.requires_grad}
-        if sources and sources <= self._untrained:
-            self._untrained.update(value.name for value in values)
+        if not operands or any(value.name in self._asked for value in operands):
+            self._asked.update(value.name for value in values if value.requires_grad)
         self.calls.update({value.name: (call, index) for index, value in enumerate(values)})
         self.ops.append(
             IROp(

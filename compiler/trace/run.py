@@ -115,7 +115,8 @@ class _Run:
         shape = tuple(self.dynamic.size(size) for size in fake.shape)
         value = IRValue(self.recorder.names.unique(path), shape, leaf.dtype, differentiable, ValueKind.INPUT)
         self.recorder.bind_source(fake, value)
-        self.recorder.note_gradient(value, asked=leaf.requires_grad)
+        if leaf.requires_grad:
+            self.recorder.ask_gradient(value, leaf=leaf.is_leaf)
         self.inputs[path] = value
         self._input_variables[path] = (value, self.recorder.variables[id(fake)])
         return fake
@@ -125,6 +126,8 @@ class _Run:
             fake = fake_like(self.mode, tensor.original, parameter=tensor.is_parameter)
             value = source_value(tensor, self.recorder.names)
             self.recorder.bind_source(fake, value)
+            if value.requires_grad and not value.takes_gradient:  # a buffer
+                self.recorder.ask_gradient(value, leaf=True)
             self.sources.append((tensor, fake, value))
             if not tensor.persistent:
                 self.constants.add_buffer(value.name, tensor.original)

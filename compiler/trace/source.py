@@ -14,7 +14,8 @@ import torch
 from shardwright.compiler.ir.value import SourceLocation
 from shardwright.compiler.ops import register
 
-_SKIPPED = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, register.__file__, "<")
+_TRACER = os.path.dirname(__file__) + os.sep
+_SKIPPED = (os.path.dirname(torch.__file__) + os.sep, _TRACER, register.__file__, "<")
 
 
 def user_frame() -> FrameType | None:
@@ -23,6 +24,14 @@ def user_frame() -> FrameType | None:
     while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
         frame = frame.f_back
     return frame
+
+
+def called_by_user() -> bool:
+    """Whether what the tracer handles now was called by a line that belongs to neither torch nor the tracer."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_TRACER):
+        frame = frame.f_back
+    return frame is not None and not frame.f_code.co_filename.startswith(_SKIPPED)
 
 
 def location_of(frame: FrameType | None) -> SourceLocation | None:

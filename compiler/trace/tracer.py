@@ -27,14 +27,15 @@ from shardwright.compiler.trace.fake_forms import FAKE_FORMS
 from shardwright.compiler.trace.normalise import on_rank_device
 from shardwright.compiler.trace.opening import opened
 from shardwright.compiler.trace.recorder import Call, Recorder, TensorType, Variable
-from shardwright.compiler.trace.source import user_frame
+from shardwright.compiler.trace.source import called_by_user, user_frame
 from shardwright.compiler.trace.strided import strided
 from shardwright.compiler.trace.value_checks import passing, unread
 from shardwright.compiler.trace.values_needed import VALUE_READERS, explained
 from shardwright.runtime.errors import ShardwrightError, TraceError
 
 _LITERALS = {torch.tensor, torch.as_tensor, torch.asarray}
-_UNRECORDED = {"requires_grad_", "is_floating_point", "retain_grad", "__repr__", "__format__", "__str__", "__hash__"}
+_UNRECORDED = {"is_floating_point", "retain_grad", "__repr__", "__format__", "__str__", "__hash__"}
+_GRADIENT_FACTS = {"requires_grad", "is_leaf", "grad_fn"}
 _TENSOR_PROPERTIES = {"T", "mT", "H", "mH", "data", "real", "imag"}
 _CASTS = {"to", "float", "double", "half", "bfloat16", "int", "long", "bool", "type", "type_as"}
 _DEVICE_MOVES = {"cpu", "cuda", "xpu"}
@@ -64,13 +65,14 @@ class Tracer(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = plain_name(func)
-        if self._asks_gradient(func, name, args, kwargs):
-            self._recorder.note_gradient(self._recorder.value(args[0]), asked=True)
+        if name in _GRADIENT_FACTS and is_getter(func) and args[0] is not None and not self._running:
+            return self._gradient_fact(func, name, args[0])
+        if name in ("requires_grad", "requires_grad_") and not is_getter(func) and not self._running:
+            asks = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+            return self._ask_gradient(func, name, args[0], asks=bool(asks))
         if is_setter(func):
             if name == "data":
                 raise self._error("forward assigns to x.data", "use x.copy_(y), or a new tensor")
-            if name == "requires_grad" and args[0].requires_grad and args[1]:  # floating inputs do already
-                return None
             return func(*args)
         formats_value = name == "__format__" and args[1]
         if is_getter(func) and name not in _TENSOR_PROPERTIES or (name in _UNRECORDED and not formats_value):
@@ -93,11 +95,41 @@ class Tracer(TorchFunctionMode):
                 raise self._untraceable(func, name, error) from error
             raise
 
-    def _asks_gradient(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether the model calls ``x.requires_grad_()``, or assigns to ``x.requires_grad``."""
-        if self._running or is_getter(func) or name not in ("requires_grad", "requires_grad_"):
-            return False
-        return bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+    def _gradient_fact(self, func: Any, name: str, tensor: torch.Tensor) -> Any:
+        """``x.requires_grad`` and the like as they are outside of a trace, in which all floating inputs require a gradient."""
+        recorder = self._recorder
+        if not isinstance(tensor, FakeTensor) or id(tensor) not in recorder.variables:
+            return func(tensor)
+        if recorder.follows_inputs(tensor) and called_by_user():
+            does = "does" if recorder.requires_gradient(tensor) else "does not"
+            warnings.warn(
+                f"forward reads {name} of a tensor made of its arguments: {recorder.where()}; as made of the dummy arguments "
+                f"it {does} require a gradient, and the compiled module goes on like this for all arguments",
+                stacklevel=3,
+            )
+        if name == "requires_grad":
+            return recorder.requires_gradient(tensor)
+        is_leaf = recorder.is_leaf(tensor)
+        return is_leaf if name == "is_leaf" else None if is_leaf else func(tensor)
+
+    def _ask_gradient(self, func: Any, name: str, tensor: torch.Tensor, *, asks: bool) -> Any:
+        """``x.requires_grad_(asks)``, or an assignment to ``x.requires_grad``."""
+        recorder = self._recorder
+        result = tensor if name == "requires_grad_" else None
+        if not isinstance(tensor, FakeTensor):
+            return func(tensor, asks)
+        requires = recorder.requires_gradient(tensor)
+        if asks:
+            if not tensor.requires_grad:  # others made of floating inputs do already
+                func(tensor, asks)
+            recorder.ask_gradient(recorder.value(tensor), leaf=not requires)
+        elif requires:
+            raise self._error(
+                "forward sets requires_grad of a tensor to False that requires a gradient",
+                "use x.detach(), which leaves the other tensor as it is",
+                "the tensor may be the caller's, and in a graph it would still take its gradient",
+            )
+        return result
 
     def _call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.Tensor.new_tensor:  # a literal: of the tensor, only the dtype is used
@@ -303,7 +335,10 @@ class Tracer(TorchFunctionMode):
     def _literal(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
         requires_grad = kwargs.pop("requires_grad", False)
-        return self._constants.literal(func, args, kwargs).requires_grad_(requires_grad)
+        made = self._constants.literal(func, args, kwargs).requires_grad_(requires_grad)
+        if requires_grad:
+            self._recorder.ask_gradient(self._recorder.value(made), leaf=True)
+        return made
 
     def _real_values(self, arguments: Any) -> Any:
         """The arguments with real values in the place of fakes; ``None`` if some depend on more than constants."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from tracing import traced
 
 from shardwright.compiler.trace import trace
+from shardwright.compiler.verification.verify import verify
 from shardwright.runtime.errors import TraceError
 
 X = torch.arange(24, dtype=torch.float64).reshape(4, 6) / 7 - 1
@@ -265,3 +268,51 @@ def test_a_change_of_a_captured_tensor_is_refused() -> None:
     with pytest.raises(TraceError, match="forward changes the tensor const_0 in place, which is neither parameter nor buffer"):
         trace(Apply(changes_outside), {"x": X, "y": Y})
     assert torch.equal(OUTSIDE, torch.zeros(6, dtype=torch.float64))
+
+
+class Window(nn.Module):
+    """Reads a part of a tensor that it took before it filled the tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make, self.up, self.down = nn.Linear(6, 6).double(), nn.Linear(6, 8).double(), nn.Linear(8, 6).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        filled = x.new_zeros(2, 4, 6)
+        first = filled[0]
+        filled[:] = self.make(x)
+        return (self.down(self.up(first).relu()) * first).pow(2).sum()
+
+
+def test_gradients_flow_through_views_taken_before_a_write() -> None:
+    graph = traced(Window(), {"x": X})
+    assert all(value.requires_grad for op in graph.ops if op.operands for value in op.results)
+    report = verify(Window(), {"x": X}, "tp", {"plan_ngpus": 2, "runtime_ngpus": 2})
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(
+    ("write", "how"),
+    [
+        (lambda h: h.data.mul_(2), "through .data"),
+        (lambda h: h.detach()[0].zero_(), "through .detach()"),
+        (lambda h: torch.no_grad()(h.clamp_)(0), "under no_grad"),
+    ],
+)
+def test_writes_that_autograd_does_not_see_are_refused_where_a_gradient_comes(write: Any, how: str) -> None:
+    class Writes(nn.Module):
+        def __init__(self, trained: bool) -> None:
+            super().__init__()
+            self.up = nn.Linear(6, 6).double().requires_grad_(trained)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.up(x)
+            write(hidden)
+            return hidden * 3
+
+    with pytest.raises(TraceError) as caught:
+        trace(Writes(trained=True), {"x": X})
+    text = str(caught.value)
+    assert text.startswith(f"forward changes a tensor in place {how}, and a gradient comes to it\n  where: {__file__}:")
+    assert "x = x + (new - x).detach()" in text
+    assert trace(Writes(trained=False), {"x": X}).ops

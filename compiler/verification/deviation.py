@@ -62,6 +62,37 @@ class Deviation:
         return ratio if ratio == ratio else float("inf")
 
 
+@dataclass(frozen=True)
+class LoneGradient:
+    """A gradient that the plan or one device has, and the other has none.
+
+    Zeros are not the same as none: an optimizer with weight decay or momentum moves a parameter whose gradient is zero, and
+    leaves one without a gradient as it is.
+    """
+
+    name: str
+    of_plan: bool
+    """Whether it is the plan that has one."""
+    magnitude: float
+    """max|gradient|"""
+
+    def __str__(self) -> str:
+        holder, other = ("the plan", "one device") if self.of_plan else ("one device", "the plan")
+        held = f"one of up to {self.magnitude:.2e}" if self.magnitude else "one of zeros, which weight decay and momentum see"
+        return f"{self.name}: {other} has no gradient, {holder} has {held}"
+
+
+def lone_gradients(ours: Mapping[str, Tensor | None], reference: Mapping[str, Tensor | None]) -> list[LoneGradient]:
+    """The gradients that only one of both has, by the names of ``reference``."""
+    found = []
+    for name, expected in reference.items():
+        one = ours.get(name)
+        held = expected if one is None else one
+        if held is not None and (one is None or expected is None):
+            found.append(LoneGradient(name, one is not None, largest(held)))
+    return found
+
+
 def deviations(ours: Any, reference: Any) -> list[Deviation]:
     """The deviation of every tensor of two trees of the same structure, worst first.
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwright.compiler.api import parallelize
 from shardwright.compiler.cache import read_plan
-from shardwright.compiler.verification.deviation import Deviation, deviations, table
+from shardwright.compiler.verification.deviation import Deviation, LoneGradient, deviations, lone_gradients, table
 from shardwright.compiler.verification.precision import float64_casts
 from shardwright.compiler.verification.ranks import Samples, train_plan
 from shardwright.compiler.verification.reference import OptimizerFactory, Reference, adamw, reference_run
@@ -33,11 +33,12 @@ from shardwright.runtime.manifest import Manifest
 @dataclass(frozen=True)
 class VerifyReport:
     """How far the plan is from one device. ``deviations``: kind (losses, gradients, parameters, buffers) to its tensors, worst
-    first. ``compared_with`` names the reference: the model itself, or for a model that draws random numbers the program
-    of one rank, which draws the same.
+    first. ``lone``: gradients that only one side has. ``compared_with`` names the reference: the model itself, or for a model
+    that draws random numbers the program of one rank, which draws the same.
     """
 
     deviations: Mapping[str, Sequence[Deviation]]
+    lone: Sequence[LoneGradient]
     losses: tuple[float, ...]
     num_ranks: int
     mesh: Mesh
@@ -45,8 +46,8 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs by more than rounding."""
-        return all(d.excess <= 1.0 for found in self.deviations.values() for d in found)
+        """Whether nothing differs by more than rounding, and both sides have gradients for the same parameters."""
+        return not self.lone and all(d.excess <= 1.0 for found in self.deviations.values() for d in found)
 
     def __str__(self) -> str:
         lines = [f"{self.num_ranks} ranks in units of {self.mesh}, compared with {self.compared_with}"]
@@ -59,8 +60,16 @@ class VerifyReport:
                 f"{kind:<10}  {len(found):4} tensors  worst error / allowed {worst.excess if worst else 0:8.2g}  {verdict}"
             )
             lines += [table(bad[:10])] if bad else []
+            lines += self._lone() if kind == "gradients" else []
         lines += self._rounding()
         return "\n".join(lines)
+
+    def _lone(self) -> list[str]:
+        if not self.lone:
+            return []
+        count = f"{len(self.lone)} more are" if len(self.lone) > 1 else "1 more is"
+        more = ["  ..."] if len(self.lone) > 10 else []
+        return [f"{count} there on one side only", *(f"  {gradient}" for gradient in self.lone[:10]), *more]
 
     def _rounding(self) -> list[str]:
         names = [d.name for d in self.deviations["gradients"] if d.noise is not None]
@@ -125,16 +134,21 @@ def verify(
             reference, run_alone = program_alone(model, samples), program_alone
         ours = train_plan(compiled, config, samples, steps, optimizer, model.training, reference)
         mesh = Manifest.read(compiled).mesh
+        lone = lone_gradients(ours.gradients, reference.gradients)
+        both, expected = (
+            {name: gradient for name, gradient in side.gradients.items() if name not in {one.name for one in lone}}
+            for side in (ours, reference)
+        )
         found: dict[str, list[Deviation]] = {
             "losses": deviations({"loss": ours.losses}, {"loss": reference.losses}),
-            "gradients": deviations(ours.gradients, reference.gradients),
+            "gradients": deviations(both, expected),
             "parameters": deviations(ours.parameters, reference.parameters),
             "buffers": deviations(ours.buffers, reference.buffers),
         }
         if any(d.excess > 1.0 for kind in ("gradients", "parameters") for d in found[kind]):
             found = allow_rounding(found, reference, list(repeated(run_alone, model, samples)))
     losses = tuple(loss.item() for loss in ours.losses[-1])
-    return VerifyReport(found, losses, config.runtime_ngpus, mesh, compared_with)
+    return VerifyReport(found, lone, losses, config.runtime_ngpus, mesh, compared_with)
 
 
 def _random_state() -> tuple[bytes, object]:

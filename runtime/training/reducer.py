@@ -163,7 +163,9 @@ class Reducer:
         return bool(self._handles) or not self.buckets
 
     def _arrive(self, bucket: Bucket, index: int) -> None:
-        """The gradient of a member of a bucket has been accumulated."""
+        """Backward has come to a member of a bucket, and accumulated its gradient if it has brought one: an autograd Function
+        may return ``None`` for a parameter.
+        """
         if bucket.has_reduced(index):
             raise UsageError(
                 f"backward reached {bucket.members[index].name!r} after its gradient was synchronised",
@@ -174,11 +176,11 @@ class Reducer:
             self.reopen()
         if (self.asynchronous or self.frees_gradients) and not self._holding:
             self._refuse_second_backward(bucket, index)
+        if bucket.members[index].parameter.grad is not None:
             bucket.take(index)
+        if (self.asynchronous or self.frees_gradients) and not self._holding:
             bucket.arrived.add(index)
             self._start_complete()
-        else:
-            bucket.take(index)
 
     def _start_complete(self) -> None:
         """Start buckets in order as far as they are complete."""

@@ -5,7 +5,7 @@ import torch
 from mlp_files import make_batch, make_model, write_files
 from mlp_training import adamw
 
-from shardwright.compiler.verification.verify import compile_into
+from shardwright.compiler.verification.verify import compile_into, verify
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.layout import Layout
@@ -291,3 +291,36 @@ def test_buckets_are_in_the_reverse_order_of_use(tmp_path, policy, plan_ngpus):
     for buckets, arrived in run_ranks(2 * plan_ngpus, on_rank):
         assert buckets[: len(arrived)] == arrived, "the one that is never reached comes last"
         assert arrived and all(name == "idle.weight" for name in buckets[len(arrived) :])
+
+
+class Rounded(torch.autograd.Function):
+    """Multiples of a step, which gets no gradient."""
+
+    @staticmethod
+    def forward(ctx, x, step):
+        return (x / step).round() * step
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class Quantized(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)
+        self.step = torch.nn.Parameter(torch.full((8,), 0.1))
+
+    def forward(self, x):
+        return self.down(Rounded.apply(self.up(x), self.step)).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:no rule for operator")
+@pytest.mark.parametrize(
+    "fields", [{}, {"use_async_reducer": True}, {"use_zero": 1}, {"use_zero": 2, "use_end2end": True}, {"use_zero": 3}]
+)
+def test_a_parameter_that_backward_brings_none_for_has_none(fields):
+    torch.manual_seed(0)
+    report = verify(Quantized(), {"x": torch.randn(6, 4)}, "dp", {"plan_ngpus": 1, "runtime_ngpus": 2, **fields})
+    assert report.ok, str(report)
+    assert {d.name for d in report.deviations["gradients"]} == {"up.weight", "up.bias", "down.weight", "down.bias"}

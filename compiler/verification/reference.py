@@ -58,7 +58,7 @@ def reference_run(
     losses: list[list[Tensor]] = []
     outputs: list[Any] = []
     gradients: dict[str, Tensor | None] = {}
-    with float64_casts():
+    with float64_casts(model):
         stepper = optimizer(model.parameters())
         for step in range(steps):
             stepper.zero_grad()

@@ -107,7 +107,7 @@ def verify(
     model = model_in_float64(model)
     dummy_args = in_float64(dummy_args)
     units = config.runtime_ngpus // config.plan_ngpus
-    with tempfile.TemporaryDirectory() as temporary, float64_casts():
+    with tempfile.TemporaryDirectory() as temporary, float64_casts(model):
         folder = directory or Path(temporary)
         compiled = compile_into(folder / "plan", model, dummy_args, policy, config)
         num_samples = num_samples or _num_samples(compiled, config)

@@ -48,6 +48,39 @@ def test_nested_contexts_keep_the_outer_one() -> None:
         assert x.float().dtype == torch.float64
 
 
+taken_before = torch.float32
+
+
+class Accumulates(nn.Module):
+    """Casts to dtypes that were named when this file was read."""
+
+    def forward(self, x: torch.Tensor, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+        return [x.to(dtype), self.by_name(x), self.decorated(x), x.to(taken_before), outside(x)]
+
+    @staticmethod
+    def by_name(x: torch.Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return x.to(dtype)
+
+    @torch.no_grad()
+    def decorated(self, x: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return x.to(dtype)
+
+
+def outside(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return x.to(dtype)
+
+
+def test_it_reaches_dtypes_that_a_models_file_took_before() -> None:
+    x, model = torch.ones(1, dtype=torch.float64), nn.Sequential(Accumulates())
+    with float64_casts():
+        assert {y.dtype for y in model(x)} == {taken_before} and taken_before is not torch.float32
+    with float64_casts(model):
+        with float64_casts(model):
+            assert [y.dtype for y in model(x)] == [torch.float64] * 5
+        assert [y.dtype for y in model(x)] == [torch.float64] * 5
+    assert [y.dtype for y in model(x)] == [torch.float32] * 5 and taken_before is torch.float32
+
+
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_it_reaches_the_casts_inside_transformers(name: str) -> None:
     """Without it the loss carries float32 rounding: the reason why the helper exists."""

@@ -10,6 +10,11 @@ The average and the prices that say most are one side of a game, whose other sid
 chains the longest ones for the average of splits are added, to the splits the best one against the average of chains, until
 neither side gains.
 
+**Stages left out.** A bound is only wanted up to some seconds. No split below that has a stage with which all splits take
+longer by some average with its prices: the best of them is a shortest path to where the stage begins, the stage, and one from
+its end. Such stages are left out, and so of averages of splits, too. That matters most where stages may differ: an average may
+give every stage the most devices in turn, with nearly all blocks, and none of these splits is any good.
+
 **Memory.** Of each stage alone what it has to compute again is a knapsack, as if all of the position were its own
 (``frontier.py``). Of the stages of one position together it is relaxed by the prices: of a stage then counts the convex hull of
 what its blocks can save for some time, from where that knapsack lets it begin. What a position holds is taken at the moments
@@ -52,6 +57,10 @@ as a stage has to compute something again.
 
 NEAR = 1e-3
 """The game is over once the bound is that near to what is left to gain, relative to it."""
+
+WORTH = 0.2
+"""Stages to be left out are looked for in every round as long as that share of them is; else in half as many rounds as before.
+"""
 
 NUM_PARTS = 6
 FORWARD, INPUT, WEIGHT, ONCE, HELD, KEPT = range(NUM_PARTS)
@@ -232,18 +241,138 @@ def _moments(schedule: Schedule) -> list[Array]:
     return found
 
 
+Path = tuple[tuple[int, int, int], ...]
+"""A split: of each stage, from the first, the number of its placement, and the blocks at which it starts and stops."""
+
+
+@dataclass(frozen=True)
+class _Paths:
+    """What splits take, so many of each part of a stage counted. ``prices``: by stage and placement, ``[start, stop]``.
+    ``before``: by stage, ``[lots used, block]``, the least of all stages before it; the last is of all. ``least_s``: the least
+    of all splits, infinite where there are none; ``best``: the split that has it.
+    """
+
+    prices: list[list[Array]]
+    before: list[Array]
+    least_s: float
+    best: Path
+
+
+class _Splits:
+    """The splits that are looked for: their stages have some of the placements and take so many devices, which are dealt out in
+    lots. ``may_have``: by stage and placement, ``[start, stop]``.
+    """
+
+    def __init__(self, placements: Sequence[Least], num_devices: int, num_stages: int) -> None:
+        unit = math.gcd(num_devices, *(least.num_devices for least in placements))
+        self.placements, self.num_blocks = placements, placements[0].num_blocks
+        self.num_lots, self.sizes = num_devices // unit, [least.num_devices // unit for least in placements]
+        self.may_have = [[least.fits[stage] for least in placements] for stage in range(num_stages)]
+
+    def priced(self, counts: Array) -> _Paths:
+        """``counts``: ``[stage, part]``."""
+        columns = np.arange(self.num_blocks + 1)
+        prices, befores, origins = [], [self._nothing((0, 0))], []
+        for stage, (own, masks) in enumerate(zip(counts, self.may_have, strict=True)):
+            prices.append(
+                [np.where(mask, least.priced(stage, own), np.inf) for least, mask in zip(self.placements, masks, strict=True)]
+            )
+            before, after = befores[-1], self._nothing()
+            origin = np.zeros((*before.shape, 2), dtype=int)  # placement, block
+            for index, used in self._places(before):
+                sums = before[used][:, None] + prices[-1][index]
+                starts = sums.argmin(axis=0)
+                values, stop = sums[starts, columns], used + self.sizes[index]
+                better = values < after[stop]
+                after[stop][better] = values[better]
+                origin[stop][better] = np.column_stack([np.full_like(starts, index), starts])[better]
+            befores.append(after)
+            origins.append(origin)
+        least_s = float(befores[-1][-1, -1])
+        return _Paths(prices, befores, least_s, self._read(origins) if np.isfinite(least_s) else ())
+
+    def _read(self, origins: Sequence[Array]) -> Path:
+        used, stop, found = self.num_lots, self.num_blocks, []
+        for origin in reversed(origins):
+            index, start = origin[used, stop].tolist()
+            found.append((index, start, stop))
+            used, stop = used - self.sizes[index], start
+        return tuple(found[::-1])
+
+    def leave_out(self, paths: _Paths, above_s: float) -> float:
+        """Leave out the stages of which every split takes more; the share that they are of those before."""
+        after, known, left = self._nothing((-1, -1)), 0, 0
+        for stage in reversed(range(len(self.may_have))):
+            before, further = paths.before[stage], self._nothing()
+            least = [np.full_like(prices, np.inf) for prices in paths.prices[stage]]
+            for index, used in self._places(before):
+                sums = paths.prices[stage][index] + after[used + self.sizes[index]]
+                np.minimum(further[used], sums.min(axis=1), out=further[used])
+                np.minimum(least[index], before[used][:, None] + sums, out=least[index])
+            known += sum(int(mask.sum()) for mask in self.may_have[stage])
+            self.may_have[stage] = [own <= above_s for own in least]
+            left += sum(int(mask.sum()) for mask in self.may_have[stage])
+            after = further
+        return 1 - left / max(1, known)
+
+    def has(self, path: Path) -> bool:
+        """Whether no stage of a split is left out."""
+        return all(masks[index][start, stop] for masks, (index, start, stop) in zip(self.may_have, path, strict=True))
+
+    def amounts(self, path: Path, counts: Array) -> Array:
+        """``[stage, part]``: what the stages of a split have, so much of each counted."""
+        stages = zip(path, counts, strict=True)
+        return np.array(
+            [self.placements[index].amounts(k, (start, stop), own) for k, ((index, start, stop), own) in enumerate(stages)]
+        )
+
+    def _nothing(self, reached: tuple[int, int] | None = None) -> Array:
+        """``[lots used, block]``: infinite, but 0 for what is reached."""
+        found = np.full((self.num_lots + 1, self.num_blocks + 1), np.inf)
+        if reached is not None:
+            found[reached] = 0.0
+        return found
+
+    def _places(self, before: Array) -> list[tuple[int, int]]:
+        """``(placement, lots used)`` of the stages that may come next."""
+        reached = np.flatnonzero(np.isfinite(before).any(axis=1)).tolist()
+        return [(index, used) for index, size in enumerate(self.sizes) for used in reached if used + size <= self.num_lots]
+
+
 @dataclass
 class _Game:
-    """The chains and the splits so far. ``moments``: that must fit."""
+    """The chains and the splits so far, as paths too, and in which shares they are ``mixed``. ``moments``: that must fit."""
 
     moments: list[Array]
     chains: list[Array] = field(default_factory=list)
     splits: list[Array] = field(default_factory=list)
+    paths: list[Path] = field(default_factory=list)
+    mixed: Array = field(default_factory=lambda: np.zeros(0))
 
-    def solved(self) -> tuple[Array, float, Array, bool] | None:
-        """What neither side can better with what is there: what the parts of each stage count in the average of chains with the
-        prices of memory, and these prices together; the shares of splits; and whether their average fits. There always is
-        such a pair; None where rounding keeps the solver from it.
+    def add(self, path: Path, split: Array) -> None:
+        """A split, of which the average has nothing yet, if it is not the only one."""
+        self.paths.append(path)
+        self.splits.append(split)
+        self.mixed = np.append(self.mixed, 0.0 if self.mixed.any() else 1.0)
+
+    def keep(self, splits: _Splits) -> bool:
+        """Only the splits that are looked for still; whether there were others."""
+        kept = [index for index, path in enumerate(self.paths) if splits.has(path)]
+        if len(kept) == len(self.paths):
+            return False
+        self.paths, self.splits = [self.paths[index] for index in kept], [self.splits[index] for index in kept]
+        mixed = self.mixed[kept]
+        self.mixed = mixed / mixed.sum() if mixed.any() else mixed
+        return True
+
+    def average(self) -> Array:
+        """``[stage, part]``: of the splits."""
+        return np.tensordot(self.mixed, np.array(self.splits), axes=1)
+
+    def solve(self) -> tuple[Array, float, bool] | None:
+        """Mix what is there so that neither side can better it: what the parts of each stage count in the average of chains
+        with the prices of memory, and these prices together; and whether the average of splits fits. There always is such
+        a pair; None where rounding keeps the solver from it.
         """
         table, held = (
             np.tensordot(np.array(rows), np.array(self.splits), axes=((1, 2), (1, 2))) if rows else np.zeros((0, 0))
@@ -267,7 +396,8 @@ class _Game:
         if len(prices):
             counts = counts + np.tensordot(prices, np.array(self.moments), axes=1)
         mixed = np.maximum([solver.value(share) for share in shares], 0.0)
-        return counts, float(prices.sum()), mixed / mixed.sum(), solver.value(over) <= OVER
+        self.mixed = mixed / mixed.sum()
+        return counts, float(prices.sum()), solver.value(over) <= OVER
 
 
 def least_step_s(
@@ -280,59 +410,38 @@ def least_step_s(
     """Seconds that no split takes less than whose stages have some of the placements and take so many devices; infinite if none
     fits. No better bound is looked for than ``enough_s``, or once time is over.
     """
+    splits = _Splits(placements, num_devices, chains.num_stages)
     counts = np.ones((chains.num_stages, NUM_PARTS))
     counts[:, [HELD, KEPT]] = 0.0
-    bound, split = _shortest(placements, num_devices, counts)
-    if bound == float("inf"):
-        return bound
-    game, mixed, bound = _Game(chains.moments, splits=[split]), np.ones(1), 0.0
+    paths = splits.priced(counts)
+    if paths.least_s == float("inf"):
+        return float("inf")
+    game, bound = _Game(chains.moments), 0.0
+    game.add(paths.best, splits.amounts(paths.best, counts))
     least, fits = float("inf"), not chains.moments  # of the averages that fit, the longest chain
+    pause, left = 1, 1  # rounds between those that leave out stages, and until the next
+    most_s = float("inf")  # of splits that take less, none is left out
     for _ in range(MAX_ROUNDS):
-        found = chains.longest(np.tensordot(mixed, np.array(game.splits), axes=1))
+        found = chains.longest(game.average())
         if fits:
             least = min(least, max(length for length, _ in found))
         if least <= bound * (1 + NEAR) or is_over():
             break
         game.chains += [counts for _, counts in found]
-        solved = game.solved()
+        solved = game.solve()
         if solved is None:
             break
-        counts, prices, mixed, fits = solved
-        seconds, split = _shortest(placements, num_devices, counts)
-        bound = max(bound, seconds - prices)
+        counts, prices, fits = solved
+        paths = splits.priced(counts)
+        bound = max(bound, paths.least_s - prices)
         if bound >= enough_s:
             break
-        game.splits.append(split)
-        mixed = np.append(mixed, 0.0)
-    return bound
-
-
-def _shortest(placements: Sequence[Least], num_devices: int, counts: Array) -> tuple[float, Array]:
-    """The split whose stages take least, so many of each part: their sum, and ``[stage, part]`` what each has."""
-    unit = math.gcd(num_devices, *(least.num_devices for least in placements))
-    num_lots, sizes = num_devices // unit, [least.num_devices // unit for least in placements]
-    num_blocks = placements[0].num_blocks
-    before = np.full((num_lots + 1, num_blocks + 1), np.inf)  # [lots used, block]
-    before[0, 0] = 0.0
-    origins = []
-    for stage, own in enumerate(counts):
-        after, origin = np.full_like(before, np.inf), np.zeros((*before.shape, 2), dtype=int)  # placement, block
-        for index, (least, size) in enumerate(zip(placements, sizes, strict=True)):
-            prices = least.priced(stage, own)
-            for used in np.flatnonzero(np.isfinite(before[: num_lots - size + 1]).any(axis=1)).tolist():
-                sums = before[used][:, None] + prices
-                starts = sums.argmin(axis=0)
-                values = sums[starts, np.arange(num_blocks + 1)]
-                better = values < after[used + size]
-                after[used + size][better] = values[better]
-                origin[used + size][better] = np.column_stack([np.full(num_blocks + 1, index), starts])[better]
-        before = after
-        origins.append(origin)
-    used, stop, amounts = num_lots, num_blocks, []
-    if not np.isfinite(before[used, stop]):
-        return float("inf"), np.zeros_like(counts)
-    for stage in reversed(range(len(counts))):
-        index, begin = origins[stage][used, stop].tolist()
-        amounts.append(placements[index].amounts(stage, (begin, stop), counts[stage]))
-        used, stop = used - sizes[index], begin
-    return float(before[-1, -1]), np.array(amounts[::-1])
+        left -= 1
+        if left == 0 and enough_s < float("inf"):
+            most_s = enough_s
+            pause = 1 if splits.leave_out(paths, enough_s * (1 + OVER) + prices) >= WORTH else 2 * pause
+            left = pause
+            if game.keep(splits):
+                least, fits = float("inf"), not chains.moments
+        game.add(paths.best, splits.amounts(paths.best, counts))
+    return min(bound, most_s)

@@ -4,7 +4,8 @@ Every product with weights (linear, convolution, embedding) may have one of its 
 the input's gradient is all-reduced) or a summed dim (row parallel: the result is all-reduced). Splitting a class splits all
 operators that have it. Variables are the classes; at most one class of an operator is split; the objective is the share of
 all work and memory that is spared, less the share of all possible communication that it causes. On a transformer this gives
-heads, ffn and vocabulary, never the hidden dim: Megatron's plan, without knowing what a transformer is.
+heads, ffn and vocabulary, never the hidden dim: Megatron's plan, without knowing what a transformer is. Within an axis a second
+one pays for what it adds to the sums along the first, as both are one all-reduce.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Chosen:
 @dataclass(frozen=True)
 class _Option:
     """One class split in one operator, where it is a factor: the share of the work with it and of the weights that a rank is
-    spared, and the values that travel.
+    spared, and the values that travel. ``summed``: whether they or their gradients are summed over the ranks, not gathered.
     """
 
     op: IROp
@@ -57,6 +58,7 @@ class _Option:
     dim_class: int
     saved: float
     travels: tuple[str, ...]
+    summed: bool = True
 
 
 def choose_dims(graph: IRGraph, axis_size: int) -> set[int]:
@@ -135,14 +137,11 @@ class _Chooser:
     def pair(self, outer: int) -> list[Chosen]:
         """An axis of ``outer`` ranks, and within it one of the others."""
         first = self.choose(outer)
-        cut = dict.fromkeys(first.classes, outer)
-        return [first, self.choose(self.num_ranks // outer, cut, self.related(first.classes))]
+        return [first, self.choose(self.num_ranks // outer, first, self.related(first.classes))]
 
-    def choose(self, axis_size: int, cut: Mapping[int, int] | None = None, among: Set[int] | None = None) -> Chosen:
-        """The dim classes for an axis of that many ranks, of those in ``among``, where others have cut classes into so many
-        pieces each.
-        """
-        left = _Sizes(self.graph, cut) if cut else self.whole
+    def choose(self, axis_size: int, outer: Chosen | None = None, among: Set[int] | None = None) -> Chosen:
+        """The dim classes for an axis of that many ranks, of those in ``among``, within an ``outer`` axis."""
+        left = _Sizes(self.graph, dict.fromkeys(outer.classes, outer.axis_size)) if outer else self.whole
         options = self._options(axis_size, left)
         candidates = [c for c in self._candidates(options) if among is None or c in among]
         if not candidates:
@@ -156,7 +155,7 @@ class _Chooser:
         for classes in dict.fromkeys(tuple(sorted(found)) for found in by_op.values()):  # repeated layers say the same
             if len(classes) > 1:
                 model.add_at_most_one(chosen[c] for c in classes)
-        gains, losses = self._weighed(options, chosen, axis_size, left)
+        gains, losses = self._weighed(options, chosen, axis_size, left, self._summed_along(outer))
         terms = [gain * chosen[c] for c, gain in gains.items()]
         for index, (classes, loss) in enumerate(losses.items()):
             moved = model.new_bool_var(f"moves {index}")
@@ -172,11 +171,26 @@ class _Chooser:
         solver.solve(model)
         return Chosen(axis_size, {c for c in candidates if solver.value(chosen[c])}, round(solver.objective_value))
 
+    def _summed_along(self, outer: Chosen | None) -> dict[str, int]:
+        """The values summed over the ranks of an axis, and how many these are."""
+        if outer is None:
+            return {}
+        options = (option for option in self._options(outer.axis_size, self.whole) if option.dim_class in outer.classes)
+        return {name: outer.axis_size for option in options if option.summed for name in option.travels}
+
     def _weighed(
-        self, options: Sequence[_Option], classes: Container[int], axis_size: int, sizes: _Sizes
+        self,
+        options: Sequence[_Option],
+        classes: Container[int],
+        axis_size: int,
+        sizes: _Sizes,
+        summed: Mapping[str, int],
     ) -> tuple[dict[int, int], dict[tuple[int, ...], int]]:
-        """What splitting each of the classes gains, and what is lost for every set of them that the same values travel for."""
+        """What splitting each of the classes gains, and what is lost for every set of them that the same values travel for.
+        ``summed``: the values that are summed over so many ranks anyway. A sum over those of both axes sends little more.
+        """
         travels: dict[str, set[int]] = {}
+        gathered: set[str] = set()
         gains: dict[int, int] = {}
         for option in options:
             if option.dim_class not in classes:
@@ -188,10 +202,12 @@ class _Chooser:
             gains[option.dim_class] = gains.get(option.dim_class, 0) + round(gain * option.saved)
             for name in option.travels:
                 travels.setdefault(name, set()).add(option.dim_class)
+            gathered.update(() if option.summed else option.travels)
         losses: dict[tuple[int, ...], int] = {}
         for name, found in sorted(travels.items()):
             key = tuple(sorted(found))
-            loss = max(1, round(TRAFFIC * (1 - 1 / axis_size) * sizes.elements[name] / self.total_traffic))
+            sent = (1 - 1 / axis_size) / (1 if name in gathered else summed.get(name, 1))
+            loss = max(1, round(TRAFFIC * sent * sizes.elements[name] / self.total_traffic))
             losses[key] = losses.get(key, 0) + loss  # values that the same classes move are moved together
         return gains, losses
 
@@ -268,7 +284,7 @@ def _options(op: IROp, sizes: _Sizes, axis_size: int, sources: Sources) -> Itera
                 for v, refs in zip(op.operands, op.rule.operands, strict=True)
                 if has_factor(refs, factor.name) and v.requires_grad
             ]
-            yield _Option(op, factor.name, index, 0.0, tuple(touched))
+            yield _Option(op, factor.name, index, 0.0, tuple(touched), summed=False)
             continue
         if not is_product or (op.target == "embedding" and not _worth_splitting(op, factor.name, graph)):
             continue

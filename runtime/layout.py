@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,6 +69,10 @@ class Mesh:
     def axis_size(self, axis: str) -> int:
         """The number of ranks along an axis."""
         return dict(self.axes)[axis]
+
+    def num_ranks(self, axes: Iterable[str]) -> int:
+        """How many ranks differ along ``axes`` only."""
+        return math.prod(map(self.axis_size, axes))
 
     def coords(self, rank: int) -> dict[str, int]:
         """The coordinates of ``rank``, in the order of the axes."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwright.compiler.codegen.comments import describe
 from shardwright.compiler.codegen.literals import named, source, unraw
-from shardwright.compiler.codegen.names import MODULE_ATTRIBUTES, Scope, attribute_path
+from shardwright.compiler.codegen.names import MODULE_ATTRIBUTES, Scope, attribute_path, axis_variables
 from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, names_read, wrap
 from shardwright.compiler.ir.graph import Tree
 from shardwright.compiler.ir.identifier import identifier
@@ -80,7 +80,7 @@ class BodyWriter:
                 else:
                     self._imported |= {re.split(r"[ .]", statement)[-1] for statement in imports_of(instruction.op)}
                     self._imported |= {re.split(r"[ .]", statement)[1] for statement in imports_of(instruction.op)}
-        return RESERVED | self._imported | set(program.plan.storage_mesh.names)
+        return RESERVED | self._imported | set(axis_variables(program).values())
 
     def _declaration_lines(self, declarations: Iterable[Declaration]) -> list[str]:
         lines = []
@@ -135,7 +135,7 @@ class BodyWriter:
 
     def _line(self, instruction: Instruction, scope: Scope, program: Program) -> Line:
         if isinstance(instruction, Adapt):
-            return self._adapter_line(instruction, scope)
+            return self._adapter_line(instruction, scope, program)
         return self._compute_line(instruction, scope, program)
 
     def _compute_line(self, instruction: Compute, scope: Scope, program: Program) -> Line:
@@ -165,14 +165,14 @@ class BodyWriter:
         path = original.module_path.removeprefix(self._container).lstrip(".")
         return "  ".join(word for word in (layout, path, source) if word)
 
-    def _adapter_line(self, instruction: Adapt, scope: Scope) -> Line:
+    def _adapter_line(self, instruction: Adapt, scope: Scope, program: Program) -> Line:
         step = instruction.step
         function, default = step.kind, _DEFAULT_BACKWARD.get(step.kind)
         if instruction.gathers_weight:
             function, default = "self.gathered", "reduce_scatter"
         else:
             self.imports.add(f"from shardwright.runtime.adapters import {step.kind}")
-        words = [scope.name(instruction.value), step.axis]
+        words = [scope.name(instruction.value), axis_variables(program)[step.axes]]
         if step.dim is not None:
             words.append(str(step.dim) if step.kind == "all_to_all" else f"dim={step.dim}")
         if step.kind == "all_to_all":
@@ -183,7 +183,7 @@ class BodyWriter:
         if step.backward not in (None, default):
             words.append(f'backward="{step.backward}"')
         scope.define(instruction.result)
-        comment = f"{step.axis}: {step.transition}"
+        comment = f"{', '.join(step.axes)}: {step.transition}"
         guards: tuple[str, ...] = ()
         if instruction.value.name in self._train_only:
             self._train_only.add(instruction.result.name)
@@ -248,7 +248,7 @@ class BodyWriter:
         if run.container:
             number = ", number ``layer``" if takes_layer else ""
             text.append(f'        """``block`` is one of ``{run.container[0] or "self"}``{number}."""')
-        text += layout_lines([*axis_lines(lines, program.plan.storage_mesh.names), *lines], 8)
+        text += layout_lines([*axis_lines(lines, program), *lines], 8)
         self.methods[run.key] = _Method(name, text, takes_layer)
         return self.methods[run.key]
 
@@ -286,11 +286,13 @@ def _input_names(instances: list[Run]) -> list[str]:
     return names
 
 
-def axis_lines(lines: Iterable[Line], axes: tuple[str, ...]) -> list[Line]:
-    """``tp = self.axis("tp")`` for the axes that the lines use."""
-    speaking = (line.code for line in lines if any(axis in line.code for axis in axes))
-    names = {name for code in speaking for name in names_read(code)}
-    return [Line(f'{axis} = self.axis("{axis}")') for axis in axes if axis in names]
+def axis_lines(lines: Iterable[Line], program: Program) -> list[Line]:
+    """``tp = self.axis("tp")`` for the axes of a program that the lines use; ``tp_tp2 = self.axis("tp", "tp2")``."""
+    variables = axis_variables(program)
+    speaking = (line.code for line in lines if any(name in line.code for name in variables.values()))
+    used = {name for code in speaking for name in names_read(code)}
+    quoted = {name: ", ".join(f'"{axis}"' for axis in axes) for axes, name in variables.items() if name in used}
+    return [Line(f"{name} = self.axis({axes})") for name, axes in quoted.items()]
 
 
 def _held_at_the_end(program: Program) -> list[IRValue]:

@@ -15,7 +15,7 @@ import jinja2
 from shardwright.compiler.codegen.body import RESERVED, BodyWriter, axis_lines, used_symbols
 from shardwright.compiler.codegen.comments import legend
 from shardwright.compiler.codegen.imports import sorted_imports
-from shardwright.compiler.codegen.literals import source
+from shardwright.compiler.codegen.literals import joined_text, source
 from shardwright.compiler.codegen.names import Scope
 from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, wrap
 from shardwright.compiler.ir.graph import IRGraph
@@ -94,6 +94,7 @@ class Writer(BodyWriter):
             "mesh": program.plan.mesh,
             "axis": next(iter(program.plan.storage_mesh.names), ""),
             "axes": "".join(f'("{axis}", {size}), ' for axis, size in program.plan.mesh.axes).rstrip(" "),
+            "joined_axes": joined_text(program.joined_axes) if program.joined_axes else "",
             "class_name": graph.name,
             "inputs": input_rows(graph),
             "arguments": sample_arguments(graph),
@@ -202,7 +203,7 @@ class Writer(BodyWriter):
         head = self._unpack(scope, used_symbols(program))
         body = self._statements(program, scope)
         body.append(Line(f"return {self._output(program.output, scope)}"))
-        lines = layout_lines([*head, *axis_lines(body, program.plan.storage_mesh.names), *body], 8)
+        lines = layout_lines([*head, *axis_lines(body, program), *body], 8)
         return [line.removeprefix("    ") for line in lines]
 
 

@@ -12,6 +12,7 @@ from shardwright.compiler.codegen.body import BodyWriter, axis_lines, used_symbo
 from shardwright.compiler.codegen.comments import legend
 from shardwright.compiler.codegen.emit import Origin, input_rows, sample_arguments, template_named
 from shardwright.compiler.codegen.imports import sorted_imports
+from shardwright.compiler.codegen.literals import joined_text, tuple_text
 from shardwright.compiler.codegen.names import Scope
 from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, wrap
 from shardwright.compiler.ir.graph import Tree
@@ -108,7 +109,7 @@ class _PipelineWriter(BodyWriter):
             "origin": origin,
             "mesh": f"{len(plan.stages)} stages, {plan.schedule}, {plan.num_microbatches} microbatches",
             "axis": next((axis for stage in plan.stages for axis in stage.mesh.over_units(plan.zero).names), ""),
-            "stages": [_stage_text(stage.mesh, stage.ranks) for stage in plan.stages],
+            "stages": [_stage_text(stage.mesh, stage.ranks, _joined_axes(program, i)) for i, stage in enumerate(plan.stages)],
             "schedule": plan.schedule,
             "num_microbatches": plan.num_microbatches,
             "class_name": program.graph.name,
@@ -146,7 +147,7 @@ class _PipelineWriter(BodyWriter):
         body.append(Line(f"return ({results}{',' if len(leaves) == 1 else ''})"))
         words = ["self", *arguments, *(["*", *symbols] if symbols else [])]
         head = [f"    {line}" for line in wrap(f"def {name}({', '.join(words)}):", 124)]
-        return [*head, *layout_lines([*axis_lines(body, program.plan.storage_mesh.names), *body], 8)]
+        return [*head, *layout_lines([*axis_lines(body, program), *body], 8)]
 
     def _size_methods(self, program: PipelineProgram, ending: str) -> list[list[str]]:
         """``layouts`` and ``output_shapes``: what depends on the sizes of a sample, where these vary."""
@@ -238,15 +239,15 @@ def _owned_text(layouts: Mapping[int, Layout]) -> str:
     return "{" + ", ".join(f'{stage}: "{layout}"' for stage, layout in sorted(layouts.items())) + "}"
 
 
-def _stage_text(mesh: Mesh, ranks: tuple[int, ...]) -> str:
+def _joined_axes(program: PipelineProgram, stage: int) -> tuple[tuple[str, ...], ...]:
+    """The sets of axes that adapters of a stage go over, in all its bodies."""
+    return tuple(dict.fromkeys(axes for body in program.bodies for axes in body.programs[stage].joined_axes))
+
+
+def _stage_text(mesh: Mesh, ranks: tuple[int, ...], joined: tuple[tuple[str, ...], ...]) -> str:
     axes = tuple_text([f'("{axis}", {size})' for axis, size in mesh.axes])
-    return f"Stage(Mesh({axes}), {tuple_text(map(str, ranks))})"
-
-
-def tuple_text(items: Iterable[str]) -> str:
-    """The source of a tuple of sources."""
-    words = list(items)
-    return f"({', '.join(words)}{',' if len(words) == 1 else ''})"
+    words = [f"Mesh({axes})", tuple_text(map(str, ranks)), *([f"joined_axes={joined_text(joined)}"] if joined else [])]
+    return f"Stage({', '.join(words)})"
 
 
 def _segment(program: PipelineProgram, index: int, rank: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from shardwright.compiler.ir.size import to_python
@@ -34,3 +34,14 @@ def named(leaf: Any, container: tuple[str, int] | None, write: Callable[[str], s
     """A name of a layer as source that puts in the layer's number; anything else as it is."""
     text = layered(leaf, container, write) if isinstance(leaf, str) else leaf
     return leaf if text == leaf else _Raw(text)
+
+
+def tuple_text(items: Iterable[str]) -> str:
+    """The source of a tuple of sources."""
+    words = list(items)
+    return f"({', '.join(words)}{',' if len(words) == 1 else ''})"
+
+
+def joined_text(joined_axes: Iterable[tuple[str, ...]]) -> str:
+    """The source of sets of axes."""
+    return tuple_text(tuple_text(f'"{axis}"' for axis in axes) for axes in joined_axes)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import keyword
 import re
+from collections.abc import Mapping
 
 from torch import nn
 
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.plan.blocks import weight_path
+from shardwright.compiler.plan.program import Program
 
 MODULE_ATTRIBUTES = frozenset(dir(nn.Module)) | {
     "actions",
@@ -37,6 +39,7 @@ MODULE_ATTRIBUTES = frozenset(dir(nn.Module)) | {
     "inputs",
     "is_copy",
     "is_counted",
+    "joined_axes",
     "layouts",
     "layouts_eval",
     "mesh",
@@ -88,6 +91,17 @@ def attribute_path(path: str, *, root: str = "self") -> str:
     if odd or (root == "self" and taken):
         return f'{root}.weights("{path}")'
     return root + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts)
+
+
+def axis_variables(program: Program) -> Mapping[tuple[str, ...], str]:
+    """What a body calls the groups of each axis, and of each set of axes that an adapter goes over."""
+    names: dict[tuple[str, ...], str] = {(axis,): axis for axis in program.plan.storage_mesh.names}
+    for axes in program.joined_axes:
+        name = "_".join(axes)
+        while name in names.values():
+            name += "_"
+        names[axes] = name
+    return names
 
 
 class Scope:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwright.compiler.cost.collectives import axis_collective_s, groups_collective_s
+from shardwright.compiler.cost.collectives import axes_collective_s, groups_collective_s
 from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.cost.local import local_bytes, local_shape
 from shardwright.compiler.cost.operators import OpTime
@@ -43,7 +43,7 @@ def _step_time(
     movement = Movement(
         step.kind,
         step.backward,
-        step.axis,
+        step.axes,
         local_bytes(step.before, dtype, mesh),
         local_bytes(step.after, dtype, mesh),
         _end_to_end(step, mesh),
@@ -59,7 +59,7 @@ class Movement:
 
     kind: str
     backward: str | None
-    axis: str
+    axes: tuple[str, ...]
     before: int
     after: int
     end_to_end: bool
@@ -153,7 +153,7 @@ class _Seconds:
     def __init__(self, movement: Movement, mesh: Mesh, ranks: tuple[int, ...], hardware: Hardware) -> None:
         self.movement, self.mesh, self.ranks, self.hardware = movement, mesh, ranks, hardware
         self.before, self.after = movement.before, movement.after
-        self.num_ranks = mesh.axis_size(movement.axis)
+        self.num_ranks = mesh.num_ranks(movement.axes)
 
     def forward_s(self) -> float:
         match self.movement.kind:
@@ -200,7 +200,7 @@ class _Seconds:
         return 0.0
 
     def _collective(self, kind: str, num_bytes: float) -> float:
-        return axis_collective_s(self.hardware, kind, num_bytes, self.mesh, self.movement.axis, self.ranks)
+        return axes_collective_s(self.hardware, kind, num_bytes, self.mesh, self.movement.axes, self.ranks)
 
     def _gather(self, piece: int) -> float:
         """The pieces arrive end to end; unless they lie so in the result, they are joined once more."""

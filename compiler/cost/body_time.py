@@ -90,7 +90,7 @@ def body_time(
                 if kind is None:
                     compute_s += seconds
                 elif seconds:
-                    name = f"{step.axis} {kind}"
+                    name = f"{'+'.join(step.axes)} {kind}"
                     comm[name] = comm.get(name, 0.0) + seconds
                     volumes[name] = volumes.get(name, 0.0) + num_bytes
         else:

@@ -18,7 +18,7 @@ A group that spans tiers:
 - **hierarchical** algorithms finish each tier before the next: reduce-scatter inside the nodes, all-reduce the pieces between
   equal members of all nodes, all-gather inside. In uneven groups the smallest node says into how many pieces.
 
-All groups along an axis of a mesh communicate at once. Links that are shared (``Tier.uplink_bytes_per_s``,
+All groups along an axis of a mesh, or along several, communicate at once. Links that are shared (``Tier.uplink_bytes_per_s``,
 ``fabric_bytes_per_s``) are divided by the devices that use them then.
 """
 
@@ -60,9 +60,11 @@ def groups_collective_s(hardware: Hardware, kind: str, num_bytes: float, groups:
     return _seconds(_groups_lines(hardware, kind, tuple(tuple(group) for group in groups)), num_bytes)
 
 
-def axis_collective_s(hardware: Hardware, kind: str, num_bytes: float, mesh: Mesh, axis: str, ranks: Sequence[int]) -> float:
-    """Seconds until the slowest group along ``axis`` is done, all groups communicating at once."""
-    return _seconds(_axis_lines(hardware, kind, mesh, axis, tuple(ranks)), num_bytes)
+def axes_collective_s(
+    hardware: Hardware, kind: str, num_bytes: float, mesh: Mesh, axes: tuple[str, ...], ranks: Sequence[int]
+) -> float:
+    """Seconds until the slowest group along ``axes`` is done, all groups communicating at once."""
+    return _seconds(_axes_lines(hardware, kind, mesh, axes, tuple(ranks)), num_bytes)
 
 
 def flat_lines(kind: str, num_ranks: int) -> tuple[Line, ...]:
@@ -88,14 +90,17 @@ def _groups_lines(hardware: Hardware, kind: str, groups: tuple[tuple[int, ...], 
 
 
 @lru_cache(maxsize=4096)
-def _axis_lines(hardware: Hardware, kind: str, mesh: Mesh, axis: str, ranks: tuple[int, ...]) -> tuple[tuple[Line, ...], ...]:
-    return _pattern_lines(hardware, kind, _axis_rows(mesh, axis, ranks))
+def _axes_lines(
+    hardware: Hardware, kind: str, mesh: Mesh, axes: tuple[str, ...], ranks: tuple[int, ...]
+) -> tuple[tuple[Line, ...], ...]:
+    return _pattern_lines(hardware, kind, _axes_rows(mesh, axes, ranks))
 
 
-def _axis_rows(mesh: Mesh, axis: str, ranks: Sequence[int]) -> Ids:
+def _axes_rows(mesh: Mesh, axes: tuple[str, ...], ranks: Sequence[int]) -> Ids:
     """``[groups, ranks of a group]``."""
     grid = np.array(ranks, dtype=np.int64).reshape([size for _, size in mesh.axes])
-    return np.moveaxis(grid, mesh.names.index(axis), -1).reshape(-1, mesh.axis_size(axis))
+    last = range(-len(axes), 0)
+    return np.moveaxis(grid, [mesh.names.index(axis) for axis in axes], last).reshape(-1, mesh.num_ranks(axes))
 
 
 def _pattern_lines(hardware: Hardware, kind: str, rows: Ids) -> tuple[tuple[Line, ...], ...]:

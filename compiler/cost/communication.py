@@ -25,7 +25,7 @@ def local_elements(layout: Layout, mesh: Mesh) -> float:
 def step_elements(step: AdapterStep, mesh: Mesh) -> tuple[float, float]:
     """``(forward, backward)`` elements each rank sends in one adapter step."""
     before, after = local_elements(step.before, mesh), local_elements(step.after, mesh)
-    return elements_sent(step.kind, step.backward, mesh.axis_size(step.axis), before, after)
+    return elements_sent(step.kind, step.backward, mesh.num_ranks(step.axes), before, after)
 
 
 def elements_sent(kind: str, backward: str | None, num_ranks: int, before: float, after: float) -> tuple[float, float]:

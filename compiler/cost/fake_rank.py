@@ -50,14 +50,13 @@ class FakeRank:
     ) -> None:
         self.mesh, self.coords = mesh, dict.fromkeys(mesh.names, 0)
         self.mode = nullcontext() if zeros else FakeTensorMode(allow_non_fake_inputs=True)
-        counters = CommunicationCounters()
-        self.axes = {name: self._at(name, size, 0, counters) for name, size in mesh.axes}
-        self._last = {name: self._at(name, size, size - 1, counters) for name, size in mesh.axes}
+        self._counters = CommunicationCounters()
+        self.axes = {name: self._group(name, size, 0) for name, size in mesh.axes}
         self._module = SimpleNamespace(training=True, device=torch.device(device), rng=RngState(0, rng, mesh, self.coords))
 
-    @staticmethod
-    def _at(name: str, size: int, index: int, counters: CommunicationCounters) -> AxisGroup:
-        return AxisGroup(name, Communicator(_Silence() if size > 1 else None, tuple(range(size)), index, name, counters))
+    def _group(self, name: str, size: int, index: int) -> AxisGroup:
+        transport = _Silence() if size > 1 else None
+        return AxisGroup(name, Communicator(transport, tuple(range(size)), index, name, self._counters))
 
     def tensor(
         self, shape: Sequence[int], dtype: torch.dtype, *, strides: Sequence[int] | None = None, requires_grad: bool = False
@@ -97,9 +96,10 @@ class FakeRank:
         return call
 
     def adapt(self, step: AdapterStep, x: Tensor) -> Tensor:
-        """The result of an adapter step; where one rank of the axis keeps ``x``, that of another one, which makes zeros."""
-        axes = self._last if "keep_one" in (step.kind, step.backward) or step.kind == "grad_keep_one" else self.axes
-        words: list[Any] = [x, axes[step.axis]]
+        """The result of an adapter step; where one rank of the axes keeps ``x``, that of another one, which makes zeros."""
+        size = self.mesh.num_ranks(step.axes)
+        keeps_one = "keep_one" in (step.kind, step.backward) or step.kind == "grad_keep_one"
+        words: list[Any] = [x, self._group("+".join(step.axes), size, size - 1 if keeps_one else 0)]
         if step.dim is not None:
             assert step.cut is not None
             words += [step.dim, self._cut(step.cut)]

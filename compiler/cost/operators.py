@@ -25,7 +25,7 @@ from typing import Any
 import sympy
 
 from shardwright.compiler.cost.arithmetic import ATTENTION, CONVOLUTIONS, PRODUCTS, arithmetic_s, factors_of
-from shardwright.compiler.cost.collectives import axis_collective_s
+from shardwright.compiler.cost.collectives import axes_collective_s
 from shardwright.compiler.cost.communication import estimate
 from shardwright.compiler.cost.hardware import Device, Hardware
 from shardwright.compiler.cost.local import LocalCall, LocalTensor, local_call, signature
@@ -323,7 +323,7 @@ def _messages(call: LocalCall, assignment: Assignment, mesh: Mesh, hardware: Har
     total = OpTime()
     for axis in axes:
         num_bytes = share * _reduced_elements(call, axis, assignment) * max(4, call.operands[0].dtype.itemsize)
-        seconds = axis_collective_s(hardware, "all_reduce", num_bytes, mesh, axis, on)
+        seconds = axes_collective_s(hardware, "all_reduce", num_bytes, mesh, (axis,), on)
         total += OpTime(forwards * seconds, backwards * seconds if call.differentiated else 0.0)
     return total
 

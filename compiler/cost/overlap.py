@@ -43,7 +43,7 @@ def gathered_beside(program: Program, body: BodyTime, reduction: Reduction) -> l
     for index, (instruction, time) in enumerate(body.instructions):
         now = max(now, awaited.get(index, 0.0))
         if isinstance(instruction, Adapt) and time.forward_s and communicates(instruction.step)[0]:
-            now = max(now, free_axes.get(instruction.step.axis, 0.0))
+            now = max([now, *(free_axes.get(axis, 0.0) for axis in instruction.step.axes)])
         now += time.forward_s
     return [("forward", 0.0, now), *parts]
 
@@ -72,7 +72,7 @@ def summed_beside(program: Program, body: BodyTime, reduction: Reduction, start_
     for index in range(len(body.instructions) - 1, -1, -1):
         instruction, time = body.instructions[index]
         if isinstance(instruction, Adapt) and time.backward_s and communicates(instruction.step)[1]:
-            now = max([now, *(end for axes, end in under_way if instruction.step.axis in axes)])
+            now = max([now, *(end for axes, end in under_way if not axes.isdisjoint(instruction.step.axes))])
         now += time.backward_s + again
         while waiting and all(complete[name] >= index for name in waiting[0]):
             begin(now)

@@ -196,7 +196,7 @@ class _Lowering:
             "all_gather": "whole", "narrow": "shard", "reduce_scatter": "shard", "all_reduce": "sum", "grad_all_reduce": "in",
             "keep_one": "once", "grad_keep_one": "out", "pad": "padded", "all_to_all": "swapped",
         }  # fmt: skip
-        base = f"{value.name}_{step.axis}_{words[step.kind]}"
+        base = f"{value.name}_{'_'.join(step.axes)}_{words[step.kind]}"
         name, count = base, 1
         while name in self.names:
             count += 1

@@ -14,7 +14,7 @@ def print_program(program: Program) -> str:
     for instruction in program.body:
         if isinstance(instruction, Adapt):
             step = instruction.step
-            call = f"{instruction.result.name} = {step.kind}({instruction.value.name}, {step.axis})"
+            call = f"{instruction.result.name} = {step.kind}({instruction.value.name}, {', '.join(step.axes)})"
             lines.append(f"  {call}  # {step.transition}: {step.after}")
         else:
             names = ", ".join(value.name for value in instruction.op.results)

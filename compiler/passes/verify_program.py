@@ -119,14 +119,17 @@ class _Walk:
             raise InternalError(f"{name} expects {step.before} and gets {self.now(value)}")
         if self.origin[value.name] != instruction.of.name:
             raise InternalError(f"{name} gets {self.origin[value.name]}")
-        letters = step.before.placement(step.axis)[0], step.after.placement(step.axis)[0]
         known = TABLE.get((step.kind, step.backward), ("", ""))
         blur = str.maketrans("G", "R") if not value.requires_grad else {}  # without a gradient R and G are one
-        if [x.translate(blur) for x in known] != [x.translate(blur) for x in letters]:
-            raise InternalError(f"{name} (backward {step.backward}) goes from {letters[0]} to {letters[1]} on {step.axis}")
+        if len(set(step.axes)) != max(1, len(step.axes)) or ("S" in known and len(step.axes) > 1):
+            raise InternalError(f"{name} cannot go over {_axes_text(step.axes)}")
+        for axis in step.axes:
+            letters = step.before.placement(axis)[0], step.after.placement(axis)[0]
+            if [x.translate(blur) for x in known] != [x.translate(blur) for x in letters]:
+                raise InternalError(f"{name} (backward {step.backward}) goes from {letters[0]} to {letters[1]} on {axis}")
         for axis in self.storage_mesh.names:
-            if axis != step.axis and step.before.placement(axis) != step.after.placement(axis):
-                raise InternalError(f"{name} on {step.axis} changes {axis}")
+            if axis not in step.axes and step.before.placement(axis) != step.after.placement(axis):
+                raise InternalError(f"{name} on {_axes_text(step.axes)} changes {axis}")
         if step.before == step.after:
             raise InternalError(f"{name} changes nothing")
         self.check_cut(step, name)
@@ -160,6 +163,11 @@ class _Walk:
         graph_updates = {before.name: after for before, after in self.program.graph.buffer_updates}
         for before, after in self.program.buffer_updates:
             self.require(after, graph_updates[before.name], stored[before.name], f"buffer {before.fqn}")
+
+
+def _axes_text(axes: tuple[str, ...]) -> str:
+    """For messages."""
+    return " and ".join(axes) or "no axis"
 
 
 def _listed(found: tuple[Layout, ...]) -> str:

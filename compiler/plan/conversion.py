@@ -1,4 +1,5 @@
-"""From one layout to another: the adapters, one mesh axis per step, that a value needs between producer and consumer.
+"""From one layout to another: the adapters that a value needs between producer and consumer. Each step converts one mesh axis,
+or several by one sum.
 
 Both layouts are brought to a canonical form first (:mod:`shardwright.compiler.plan.places`); which axis is converted when says
 :mod:`shardwright.compiler.plan.moves`. Here the moves get their sizes.
@@ -29,10 +30,12 @@ class CutSizes:
 
 @dataclass(frozen=True, slots=True)
 class AdapterStep:
-    """One call of ``shardwright.runtime.adapters``. ``before`` and ``after`` are the whole layouts around it."""
+    """One call of ``shardwright.runtime.adapters``. ``before`` and ``after`` are the whole layouts around it. ``axes``: those
+    over which it goes, several only where it cuts and joins nothing.
+    """
 
     kind: str
-    axis: str
+    axes: tuple[str, ...]
     before: Layout
     after: Layout
     backward: str | None = None
@@ -42,8 +45,16 @@ class AdapterStep:
     to_cut: CutSizes | None = None
 
     @property
+    def axis(self) -> str:
+        """The only one, of a step that cuts or joins."""
+        (axis,) = self.axes
+        return axis
+
+    @property
     def transition(self) -> str:
-        return f"{self.before.placement(self.axis)} -> {self.after.placement(self.axis)}"
+        """The placement on each of its axes, before and after."""
+        axis = self.axes[0]
+        return f"{self.before.placement(axis)} -> {self.after.placement(axis)}"
 
 
 @functools.lru_cache(maxsize=65536)
@@ -70,12 +81,12 @@ def convert(source: Layout, target: Layout, mesh: Mesh, *, differentiable: bool 
 def _step(move: Move, before: Layout, after: Layout, mesh: Mesh) -> AdapterStep:
     dim = cut = to_dim = to_cut = None
     if move.source is not None:
-        dim, cut = move.source.dim, _cut(before, move.source.key, len(move.source.axes) - 1, mesh, exclude=move.axis)
+        dim, cut = move.source.dim, _cut(before, move.source.key, len(move.source.axes) - 1, mesh, exclude=move.axes[0])
     if move.to is not None:
-        to_dim, to_cut = move.to.dim, _cut(after, move.to.key, move.count, mesh, exclude=move.axis)
+        to_dim, to_cut = move.to.dim, _cut(after, move.to.key, move.count, mesh, exclude=move.axes[0])
     if move.kind in SLICES:
         dim, cut, to_dim, to_cut = to_dim, to_cut, None, None
-    return AdapterStep(move.kind, move.axis, before, after, move.backward, dim, cut, to_dim, to_cut)
+    return AdapterStep(move.kind, move.axes, before, after, move.backward, dim, cut, to_dim, to_cut)
 
 
 def _cut(layout: Layout, key: PlaceKey, count: int, mesh: Mesh, *, exclude: str) -> CutSizes:

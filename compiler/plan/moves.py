@@ -1,13 +1,19 @@
 """The order of a conversion: which axis is added, moved or dropped next, until a layout is another.
 
-Axes that cut the same place on both sides stay; the others go one at a time, cheapest data first: slices and reduce-scatters
-shrink the tensor, so they go before all-reduces, and gathers go last. A minor axis of a place is dropped before its major one
-and added after it. Nothing here depends on the shape of the tensor.
+Axes that cut the same place on both sides stay; others that cut go one at a time, cheapest data first: slices and
+reduce-scatters shrink the tensor, so they go before all-reduces, and gathers go last. A minor axis of a place is dropped before
+its major one and added after it. Nothing here depends on the shape of the tensor.
+
+[Note: One sum over several axes] What keeps the shape goes over all its axes at once: one sum over 4 x 2 ranks sends 7/4 of the
+tensor, one over 4 and then one over 2 send 6/4 + 1. Where the axes lie on different tiers of a machine the one collective is
+free to be hierarchical, and then sends less between the nodes as well: by the cost model it is never the slower choice, but for
+small tensors in groups that lie unevenly on nodes. Gathers and reduce-scatters gain nothing so: of nested pieces a second one
+sends what the first has left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardwright.compiler.plan.places import Place, PlaceKey, cut_places, fits, in_order
@@ -42,10 +48,12 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One adapter. ``source``: the place whose last axis goes; ``to``: the place that it cuts then, after ``count`` others."""
+    """One adapter; of several axes only where it cuts nothing. ``source``: the place whose last axis goes; ``to``: the place
+    that it cuts then, after ``count`` others.
+    """
 
     kind: str
-    axis: str
+    axes: tuple[str, ...]
     backward: str | None
     after: State
     source: Place | None = None
@@ -81,28 +89,27 @@ def _next_move(now: State, goal: State, mesh: Mesh) -> Move:
         if letter != "S" and fits(place, now.places):
             after = _add(now, place, count)
             if letter == "P":
-                return Move("reduce_scatter", axis, None, after, to=place, count=count)
-            return Move("narrow", axis, "pad" if letter == "G" else "all_gather", after, to=place, count=count)
+                return Move("reduce_scatter", (axis,), None, after, to=place, count=count)
+            return Move("narrow", (axis,), "pad" if letter == "G" else "all_gather", after, to=place, count=count)
     # all-to-alls
     for axis, (place, count) in addable.items():
         if axis in droppable:
             rest = _without(now, droppable[axis])
             if _present(place, rest.places) == count and fits(place, rest.places):
-                return Move("all_to_all", axis, None, _add(rest, place, count), droppable[axis], place, count)
+                return Move("all_to_all", (axis,), None, _add(rest, place, count), droppable[axis], place, count)
     # conversions that keep the shape
-    for axis in mesh.names:
-        a, b = letters.get(axis, "R"), wanted.get(axis, "R")
-        if a != "S" and b != "S" and a != b:
-            kind, backward = _SHAPELESS[a, b]
-            return Move(kind, axis, backward, _lettered(now, axis, b))
+    changes = {axis: (letters.get(axis, "R"), wanted.get(axis, "R")) for axis in mesh.names}
+    changes = {axis: change for axis, change in changes.items() if "S" not in change and change[0] != change[1]}
+    if changes:
+        return _shapeless_move(now, changes)
     # gathers; an axis that could not move yet is gathered and cut again
     for place in sorted(droppable.values(), key=lambda p: wanted.get(p.axes[-1]) == "S"):
         axis = place.axes[-1]
         letter = wanted.get(axis, "R")
         after = _lettered(_without(now, place), axis, letter)
         if letter == "P":
-            return Move("pad", axis, None, after, place)
-        return Move("all_gather", axis, "reduce_scatter" if letter == "G" else "slice", after, place)
+            return Move("pad", (axis,), None, after, place)
+        return Move("all_gather", (axis,), "reduce_scatter" if letter == "G" else "slice", after, place)
     raise InternalError(f"no step from {now} towards {goal} on mesh {mesh}")
 
 
@@ -114,6 +121,37 @@ _SHAPELESS = {
     ("G", "R"): ("grad_keep_one", None),
     ("G", "P"): ("keep_one", "keep_one"),
 }
+
+
+def _shapeless_move(now: State, changes: Mapping[str, tuple[str, str]]) -> Move:
+    """The first of the conversions that keep the shape; ``changes``: the letter of each axis, and the one that it gets.
+
+    Sums come first: of the value over all axes on which it is P, then of its gradient over all on which that is to be G; in
+    one adapter where these are the same axes. [Note: One sum over several axes]
+    """
+    made_whole = tuple(axis for axis, (a, _) in changes.items() if a == "P")
+    grad_summed = tuple(axis for axis, (_, b) in changes.items() if b == "G")
+    grad_kept = tuple(axis for axis, (a, _) in changes.items() if a == "G")
+    kept = tuple(axis for axis, (_, b) in changes.items() if b == "P")
+    if made_whole or grad_summed:
+        axes, change = _step_between(("P", "R", "G"), made_whole, grad_summed)
+    else:
+        axes, change = _step_between(("G", "R", "P"), grad_kept, kept)
+    after = now
+    for axis in axes:
+        after = _lettered(after, axis, change[1])
+    kind, backward = _SHAPELESS[change]
+    return Move(kind, axes, backward, after)
+
+
+def _step_between(
+    letters: tuple[str, str, str], leaving: tuple[str, ...], arriving: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, str]]:
+    """The next step of axes from the first letter over R to the last: all that leave the first one, then all that arrive."""
+    first, middle, last = letters
+    if leaving == arriving:
+        return leaving, (first, last)
+    return (leaving, (first, middle)) if leaving else (arriving, (middle, last))
 
 
 def _kept(now: Sequence[Place], then: Sequence[Place]) -> dict[PlaceKey, int]:

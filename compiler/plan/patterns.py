@@ -52,7 +52,7 @@ class PatternStep:
     """One adapter step. ``place``: the number of the place it cuts or gathers, and ``count`` axes cut it before."""
 
     kind: str
-    axis: str
+    axes: tuple[str, ...]
     backward: str | None
     before: Cuts
     after: Cuts
@@ -152,6 +152,6 @@ def _step(move: Move, before: Cuts, after: Cuts) -> PatternStep:
     place, count = None, 0
     for cuts in (before, after):  # the side on which the axis cuts something; both sides of an all-to-all: its dim is not asked
         for index, axes in cuts:
-            if move.axis in axes:
-                place, count = index, axes.index(move.axis)
-    return PatternStep(move.kind, move.axis, move.backward, before, after, place, count)
+            if move.axes[0] in axes:
+                place, count = index, axes.index(move.axes[0])
+    return PatternStep(move.kind, move.axes, move.backward, before, after, place, count)

@@ -5,6 +5,7 @@ One program serves all ranks of the stage: what differs between them are express
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from shardwright.compiler.ir.graph import IRGraph, Tree
@@ -74,6 +75,13 @@ class Program:
     def adapters(self) -> list[Adapt]:
         """The adapters among the instructions, in order."""
         return [step for step in self.body if isinstance(step, Adapt)]
+
+    @functools.cached_property
+    def joined_axes(self) -> tuple[tuple[str, ...], ...]:
+        """The sets of several axes that one adapter goes over, in the order of the program, that of evaluation included."""
+        found = [adapter.step.axes for adapter in self.adapters() if len(adapter.step.axes) > 1]
+        found += self.eval_program.joined_axes if self.eval_program is not None else ()
+        return tuple(dict.fromkeys(found))
 
     def layout_of(self, fqn: str) -> Layout:
         """The stored layout of a parameter or buffer."""

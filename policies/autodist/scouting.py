@@ -95,8 +95,8 @@ def _ways(mesh: Mesh) -> Iterator[Mesh]:
 
 
 def _time_of(item: Instruction, walk: Walk) -> float:
-    """Of one instruction, forward and backward; an adapter along an axis of one rank is none."""
-    if not isinstance(item, Compute) and walk.storage_mesh.axis_size(item.step.axis) == 1:
+    """Of one instruction, forward and backward; an adapter along axes of one rank is none."""
+    if not isinstance(item, Compute) and walk.storage_mesh.num_ranks(item.step.axes) == 1:
         return 0.0
     return walk.time_of(item).total_s
 

@@ -66,11 +66,11 @@ class ParallelModule(CompiledModule):
     """One rank's part of a compiled module. Otherwise an ordinary ``nn.Module`` with the original names.
 
     ``mesh``, ``rank``, ``inputs``, ``seed`` and ``rng_mode`` are set by the generated class: the mesh of a unit, the plan
-    rank the file is for, the leaves of the arguments (see :mod:`shardwright.runtime.module.inputs`), and how random numbers are
-    drawn. ``gathers_weights``: some parameters are stored in pieces and used whole; ``zero``: over how many units. With
-    ``end2end`` the module is called by :meth:`train_step` and :meth:`infer_step` only; ``arguments`` are those that a sample
-    gives. ``autocast``: the dtype of the autocast block that the module was compiled in, if any, see
-    :mod:`shardwright.runtime.autocast`.
+    rank the file is for, the leaves of the arguments (see :mod:`shardwright.runtime.module.inputs`), and how random numbers
+    are drawn. ``joined_axes``: the sets of axes that one adapter goes over. ``gathers_weights``: some parameters are stored
+    in pieces and used whole; ``zero``: over how many units. With ``end2end`` the module is called by :meth:`train_step` and
+    :meth:`infer_step` only; ``arguments`` are those that a sample gives. ``autocast``: the dtype of the autocast block that
+    the module was compiled in, if any, see :mod:`shardwright.runtime.autocast`.
 
     Constructing one is collective: all ranks of the world do it, in the same order. With ``init_params`` the tensors get
     the values the model was compiled with. Without, parameters and persistent buffers are uninitialised and wait for
@@ -82,6 +82,7 @@ class ParallelModule(CompiledModule):
     """
 
     inputs: ClassVar[Mapping[str, Any]]
+    joined_axes: ClassVar[Sequence[tuple[str, ...]]] = ()
     seed: ClassVar[int] = 0
     rng_mode: ClassVar[RngMode] = "fast"
     end2end: ClassVar[bool] = False
@@ -126,6 +127,8 @@ class ParallelModule(CompiledModule):
                 hint="let shardwright.parallelize or load_class choose the file of this rank",
             )
         self._unit = self.ranks.group(self.mesh.names)
+        for axes in self.joined_axes:
+            self.ranks.join(axes)
         if self.ranks.num_units % self.zero:
             raise DistributedError(
                 f"{type(self).__name__} stores its parameters in pieces over {self.zero} units",
@@ -276,9 +279,11 @@ class ParallelModule(CompiledModule):
 
     # What a generated ``forward`` calls
 
-    def axis(self, name: str) -> AxisGroup:
-        """The ranks of the unit that differ from this one along a mesh axis only; for ``zero`` those of other units."""
-        return (self._stored_over_units if name == ZERO else self.ranks).axis(name)
+    def axis(self, *names: str) -> AxisGroup:
+        """The ranks of the unit that differ from this one along a mesh axis only, or along several of ``joined_axes``; for
+        ``zero`` those of other units.
+        """
+        return (self._stored_over_units if ZERO in names else self.ranks).axis(*names)
 
     def gathered(
         self,

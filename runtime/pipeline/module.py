@@ -148,6 +148,8 @@ class PipelineModule(ParallelModule):
             assert list(stage.ranks) == sorted(stage.ranks), f"the ranks of {stage} are not ascending"
             if stage not in made:
                 made[stage] = RankMesh(stage.mesh, world, stage.ranks, self.mesh.size)
+            for axes in stage.joined_axes:
+                made[stage].join(axes)
         self._stage_ranks = tuple(made[stage] for stage in self.stages)
         self._copies = Copies(self.rank, self.owned, self.stages, self._stage_ranks)
         over_units = {stage: ranks.over_units(self.zero) for stage, ranks in made.items()}
@@ -179,10 +181,12 @@ class PipelineModule(ParallelModule):
 
     # What generated code calls
 
-    def axis(self, name: str, stage: int | None = None) -> AxisGroup:
-        """The ranks of a stage that differ from this one along an axis only; by default of the stage that runs."""
-        ranks = self._stages_over_units if name == ZERO else self._stage_ranks
-        return ranks[self._running if stage is None else stage].axis(name)
+    def axis(self, *names: str, stage: int | None = None) -> AxisGroup:
+        """The ranks of a stage that differ from this one along an axis only, or along several; by default of the stage that
+        runs.
+        """
+        ranks = self._stages_over_units if ZERO in names else self._stage_ranks
+        return ranks[self._running if stage is None else stage].axis(*names)
 
     def output(self, leaves: Mapping[str, Any]) -> Any:
         """The result of the whole module from its leaves by path. Defined by the generated class."""

@@ -23,7 +23,7 @@ gradient: every receiver gets its local tensor in pieces that cover it once, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -34,10 +34,13 @@ from shardwright.runtime.transfer import Box
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A contiguous piece of the model: its mesh, and the unit ranks it lies on, in the order of the mesh."""
+    """A contiguous piece of the model: its mesh, and the unit ranks it lies on, in the order of the mesh. ``joined_axes``: the
+    sets of axes that one adapter goes over.
+    """
 
     mesh: Mesh
     ranks: tuple[int, ...]
+    joined_axes: tuple[tuple[str, ...], ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)

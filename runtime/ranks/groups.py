@@ -21,7 +21,7 @@ UNITS = "units"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AxisGroup:
-    """The ranks that differ from this one along one mesh axis only, and this rank's index among them."""
+    """The ranks that differ from this one along one mesh axis only, or along several, and this rank's index among them."""
 
     name: str
     communicator: Communicator
@@ -87,9 +87,14 @@ class RankMesh:
         """Itself: groups are made by all ranks together, and a copy of a module uses the same."""
         return self
 
-    def axis(self, name: str) -> AxisGroup:
-        """The group along one axis; axes of size 1 have one too."""
-        return self._axes[name]
+    def axis(self, *names: str) -> AxisGroup:
+        """The group along one axis, or along several that were joined before; axes of size 1 have one too."""
+        return self._axes["+".join(names)]
+
+    def join(self, names: Sequence[str]) -> None:
+        """Make the group along several axes, for :meth:`axis`. Collective, like :meth:`group`."""
+        label = "+".join(names)
+        self._axes.setdefault(label, AxisGroup(label, self.group(names)))
 
     def group(self, axes: Iterable[str] | str, *, across_units: bool = False) -> Communicator:
         """The ranks that differ along ``axes`` only (and by unit, with ``across_units``).

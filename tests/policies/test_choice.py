@@ -123,7 +123,18 @@ def test_fewer_groups_of_heads_than_ranks_have_an_axis_of_their_own() -> None:
     stored = {d.value.fqn: str(d.layout) for d in split.program.declarations}
     assert stored["model.layers.0.self_attn.k_proj.weight"] == "[4/tp * 128, 3584]"
     assert stored["model.layers.0.mlp.up_proj.weight"] == "[9632/tp/tp2, 3584]"
-    assert {a.step.kind for a in split.program.adapters() if len(a.of.shape) > 1} <= {"all_reduce", "grad_all_reduce", "narrow"}
+    assert stored["model.layers.0.self_attn.q_proj.weight"] == "[4/tp * 7/tp2 * 128, 3584]"
+    kinds = {a.step.kind for a in split.program.adapters() if len(a.of.shape) > 1}
+    assert kinds <= {"all_reduce", "grad_all_reduce", "grad_keep_one", "narrow"}, "nothing is gathered"
+
+
+def test_a_second_axis_pays_for_what_it_adds_to_a_sum() -> None:
+    """Heads of a group are split as well, though not evenly: attention's sum goes over one axis anyway."""
+    graph = grouped(28, 4, 1024)
+    assert graph.dims is not None
+    first, second = choose_axes(graph, 8)
+    assert {graph.dims.classes[index].name for index in first.classes} == {"kv_heads", "ffn", "vocab"}
+    assert {graph.dims.classes[index].name for index in second.classes} == {"heads_per_kv", "ffn", "vocab"}
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "num_ranks"), [(16, 4, 4), (14, 2, 4), (16, 1, 8), (8, 8, 8)])

@@ -50,10 +50,11 @@ class Pieces:
         if step.place is None or step.kind not in (*GATHERS, *SLICES):
             return False
         dim, outer, segments = self.places[step.place]
-        axes = next((axes for index, axes in (*step.before, *step.after) if index == step.place and step.axis in axes), ())
+        (own,) = step.axes
+        axes = next((axes for index, axes in (*step.before, *step.after) if index == step.place and own in axes), ())
         pieces = cut_sizes(segments, [self.sizes[axis] for axis in axes[: step.count]])
         exact = segments[0] % math.prod(self.sizes[axis] for axis in axes[: step.count]) == 0
-        if len(segments) > 1 or not exact or pieces[0] % self.sizes[step.axis]:
+        if len(segments) > 1 or not exact or pieces[0] % self.sizes[own]:
             return False
         outside = math.prod(self.shape[:dim]) * outer
         for index, cut_by in step.after if step.kind in GATHERS else step.before:
@@ -99,10 +100,10 @@ class StepPrices:
     def _priced(self, step: PatternStep) -> tuple[float, float, float]:
         pieces = self.pieces
         before, after = pieces.largest(step.before) * self.item, pieces.largest(step.after) * self.item
-        movement = Movement(step.kind, step.backward, step.axis, before, after, pieces.end_to_end(step))
+        movement = Movement(step.kind, step.backward, step.axes, before, after, pieces.end_to_end(step))
         time = movement_time(movement, self.mesh, self.ranks, self.hardware, differentiable=self.differentiable)
         whole, part = pieces.average(step.before), pieces.average(step.after)
-        forward, backward = elements_sent(step.kind, step.backward, self.mesh.axis_size(step.axis), whole, part)
+        forward, backward = elements_sent(step.kind, step.backward, self.mesh.num_ranks(step.axes), whole, part)
         return forward + (backward if self.differentiable else 0.0), time.forward_s, time.backward_s
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.compiler.cost.collectives import _axis_rows, axis_collective_s, collective_s, groups_collective_s
+from shardwright.compiler.cost.collectives import _axes_rows, axes_collective_s, collective_s, groups_collective_s
 from shardwright.compiler.cost.hardware import COLLECTIVES, Device, Hardware, Link, Tier, load_hardware
 from shardwright.runtime.errors import ConfigError, InternalError
 from shardwright.runtime.layout import Mesh
@@ -186,38 +187,62 @@ def test_kinds_have_numbers_of_their_own() -> None:
 
 def test_axes_of_a_mesh_are_laid_over_ranks() -> None:
     mesh = Mesh((("dp", 2), ("tp", 3)))
-    assert _axis_rows(mesh, "tp", (10, 11, 12, 20, 21, 22)).tolist() == [[10, 11, 12], [20, 21, 22]]
-    assert _axis_rows(mesh, "dp", range(6)).tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert _axes_rows(mesh, ("tp",), (10, 11, 12, 20, 21, 22)).tolist() == [[10, 11, 12], [20, 21, 22]]
+    assert _axes_rows(mesh, ("dp",), range(6)).tolist() == [[0, 3], [1, 4], [2, 5]]
     for axis in mesh.names:
-        assert _axis_rows(mesh, axis, range(6)).tolist() == [list(group) for group in mesh.groups(axis)]
+        assert _axes_rows(mesh, (axis,), range(6)).tolist() == [list(group) for group in mesh.groups(axis)]
 
 
 def test_groups_that_share_a_card_take_turns() -> None:
     """Eight groups of two over two nodes at once: own links do not mind, one card per node divides among them."""
     mesh, n = Mesh((("dp", 2), ("tp", 8))), 1e9
     alone = collective_s(two_tiers((8, 8)), "all_gather", n, (0, 8))
-    assert axis_collective_s(two_tiers((8, 8)), "all_gather", n, mesh, "dp", range(16)) == alone
+    assert axes_collective_s(two_tiers((8, 8)), "all_gather", n, mesh, ("dp",), range(16)) == alone
     shared = two_tiers((8, 8), uplink_bytes_per_s=2 * B)
     assert collective_s(shared, "all_gather", n, (0, 8)) == alone
-    assert axis_collective_s(shared, "all_gather", n, mesh, "dp", range(16)) == pytest.approx(n / 2 / (2 * B / 8), rel=1e-3)
+    assert axes_collective_s(shared, "all_gather", n, mesh, ("dp",), range(16)) == pytest.approx(n / 2 / (2 * B / 8), rel=1e-3)
     # tp stays inside nodes and never touches the card.
-    assert axis_collective_s(shared, "all_gather", n, mesh, "tp", range(16)) == collective_s(shared, "all_gather", n, range(8))
+    assert axes_collective_s(shared, "all_gather", n, mesh, ("tp",), range(16)) == collective_s(
+        shared, "all_gather", n, range(8)
+    )
 
 
 def test_a_fabric_is_shared_by_all_that_send() -> None:
     n, mesh = 1e9, Mesh((("dp", 4), ("tp", 4)))
     bus = Hardware("bus", DEVICE, (Tier("bus", (16,), 0.0, B, fabric_bytes_per_s=4 * B),))
     assert collective_s(bus, "all_gather", n, range(4)) == pytest.approx(3 / 4 * n / B)
-    assert axis_collective_s(bus, "all_gather", n, mesh, "tp", range(16)) == pytest.approx(3 / 4 * n / (B / 4))
+    assert axes_collective_s(bus, "all_gather", n, mesh, ("tp",), range(16)) == pytest.approx(3 / 4 * n / (B / 4))
 
 
 def test_the_slowest_group_of_an_axis_counts() -> None:
     """Pairs in nodes of 3: (0, 1) and (4, 5) stay inside, (2, 3) spans both."""
     hardware, mesh = two_tiers((3, 3)), Mesh((("dp", 3), ("tp", 2)))
     slowest = collective_s(hardware, "all_reduce", 1e9, (2, 3))
-    assert axis_collective_s(hardware, "all_reduce", 1e9, mesh, "tp", range(6)) == slowest
+    assert axes_collective_s(hardware, "all_reduce", 1e9, mesh, ("tp",), range(6)) == slowest
     assert groups_collective_s(hardware, "all_reduce", 1e9, [(0, 1), (2, 3), (4, 5)]) == slowest
     assert groups_collective_s(hardware, "all_reduce", 1e9, [(0, 1), (4, 5)]) < slowest / 50
+
+
+@pytest.mark.parametrize("name", ["h100", "a100-80gb", "mi300x", "gb200-nvl72", "cpu"])
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 3), (2, 2, 2), (2, 8), (4, 4, 4), (2, 4, 2)])
+def test_one_sum_over_two_axes_takes_no_longer_than_one_after_the_other(name: str, sizes: tuple[int, ...]) -> None:
+    """On one tier it sends less; where one axis is inside of nodes and one between them, it is hierarchical."""
+    mesh = Mesh(tuple(zip("abc", sizes, strict=False)))
+    hardware, ranks = load_hardware(name, mesh.size), range(mesh.size)
+    for axes in itertools.combinations(mesh.names, 2):
+        for num_bytes in (0.0, 1e3, 1e5, 1e7, 1e9):
+            once = axes_collective_s(hardware, "all_reduce", num_bytes, mesh, axes, ranks)
+            each = [axes_collective_s(hardware, "all_reduce", num_bytes, mesh, (axis,), ranks) for axis in axes]
+            assert once <= sum(each) * (1 + 1e-12), (axes, num_bytes)
+            assert num_bytes < 1e9 or once < sum(each)
+
+
+def test_one_sum_over_two_axes_is_that_of_all_their_ranks() -> None:
+    mesh = Mesh((("dp", 2), ("tp", 4), ("tp2", 2)))
+    hardware = two_tiers((8, 8))
+    inside = axes_collective_s(hardware, "all_reduce", 1e9, mesh, ("tp", "tp2"), range(16))
+    assert inside == collective_s(hardware, "all_reduce", 1e9, range(8))
+    assert _axes_rows(mesh, ("dp", "tp2"), range(16)).tolist() == [list(group) for group in mesh.groups(("dp", "tp2"))]
 
 
 def num_calls(work: Callable[[], object]) -> int:
@@ -234,11 +259,11 @@ def num_calls(work: Callable[[], object]) -> int:
 def test_thousands_of_ranks_are_fast_and_cached() -> None:
     hardware, mesh = load_hardware("h100", 4096), Mesh((("pp", 8), ("dp", 64), ("tp", 8)))
     ranks = tuple(range(4096))
-    first = num_calls(lambda: [axis_collective_s(hardware, "all_reduce", 1e9, mesh, axis, ranks) for axis in mesh.names])
+    first = num_calls(lambda: [axes_collective_s(hardware, "all_reduce", 1e9, mesh, (axis,), ranks) for axis in mesh.names])
     assert first < 200_000  # tenths of a second
-    again = num_calls(lambda: [axis_collective_s(hardware, "all_reduce", size, mesh, "dp", ranks) for size in range(100)])
+    again = num_calls(lambda: [axes_collective_s(hardware, "all_reduce", size, mesh, ("dp",), ranks) for size in range(100)])
     assert again < 50 * 100
-    assert axis_collective_s(hardware, "all_reduce", 1e9, mesh, "tp", ranks) > 0
+    assert axes_collective_s(hardware, "all_reduce", 1e9, mesh, ("tp",), ranks) > 0
 
 
 def _error(*arguments: object) -> str:

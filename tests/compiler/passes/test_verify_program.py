@@ -120,7 +120,26 @@ def test_a_wrong_axis() -> None:
     program = two_axes()
     adapter = first(program, "all_reduce")
     other = "dp" if adapter.step.axis == "tp" else "tp"
-    refused(with_step(program, adapter, axis=other), "goes from|changes")
+    refused(with_step(program, adapter, axes=(other,)), "goes from|changes")
+
+
+def test_an_adapter_over_several_axes() -> None:
+    """Each must go between the placements of the adapter, all others must stay; and what is cut along several is not joined."""
+    entry = zoo.get("mlp")
+
+    def policy(graph, config):
+        return graph.builder(mesh={"a": 2, "b": 2}).split("hidden", "a").split("hidden", "b").build()
+
+    program = plans.compile_with(plans.traced(entry.build(), entry.inputs()), policy, 4).program
+    adapter = first(program, "all_reduce")
+    assert adapter.step.axes == ("a", "b")
+    refused(with_step(program, adapter, axes=("a",)), "on a changes b")
+    refused(with_step(program, adapter, axes=("a", "a")), "cannot go over a and a")
+    refused(with_step(program, adapter, axes=()), "cannot go over no axis")
+    refused(with_step(program, adapter, after=replace(adapter.step.after, partial=("b",))), "goes from P to P on b")
+    whole = Layout.whole(adapter.of.shape)
+    gather = {"kind": "all_gather", "backward": "slice", "dim": 0, "cut": CutSizes((4,)), "after": whole}
+    refused(with_step(program, adapter, **gather), "cannot go over a and b")
 
 
 @functools.cache

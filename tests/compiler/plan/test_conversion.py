@@ -68,7 +68,7 @@ def cut_of(sizes: CutSizes | None, groups: RankMesh) -> Cut | None:
 
 def apply(step: AdapterStep, x: torch.Tensor, groups: RankMesh) -> torch.Tensor:
     """What generated code does for one step."""
-    axis, cut = groups.axis(step.axis), cut_of(step.cut, groups)
+    axis, cut = groups.axis(*step.axes), cut_of(step.cut, groups)
     function = getattr(adapters, step.kind)
     if step.kind == "all_to_all":
         return function(x, axis, step.dim, cut, step.to_dim, cut_of(step.to_cut, groups))
@@ -93,6 +93,7 @@ def run(source: Layout, target: Layout, mesh: Mesh) -> None:
         x = pieces[index].clone().requires_grad_()
         y = x * 1.0
         for step in steps:
+            groups.join(step.axes)
             y = apply(step, y, groups)
         assert y.shape == target.local_shape(mesh, mesh.coords(index))
         y.backward(gradients[index])
@@ -146,6 +147,34 @@ def test_slices_come_before_collectives_and_gathers_last() -> None:
         "all_gather",
     ]
     assert [s.kind for s in convert(source, Layout.whole((4, 6)), mesh)] == ["all_reduce", "all_gather"]
+
+
+def test_a_sum_over_several_axes_is_one() -> None:
+    """Of the value over all axes on which it is P, and of the gradient over all on which that is to be G."""
+    mesh = Mesh.of({"a": 2, "b": 2, "c": 2})
+
+    def steps(source: tuple[str, str], target: tuple[str, str]) -> list[tuple[str, tuple[str, ...], str | None]]:
+        layouts = [Layout.whole((4, 6), partial=tuple(p), grad_partial=tuple(g)) for p, g in (source, target)]
+        run(*layouts, mesh)
+        return [(step.kind, step.axes, step.backward) for step in convert(*layouts, mesh)]
+
+    assert steps(("ac", ""), ("", "")) == [("all_reduce", ("a", "c"), "identity")]
+    assert steps(("ab", ""), ("", "ab")) == [("all_reduce", ("a", "b"), "all_reduce")]
+    assert steps(("", ""), ("", "bc")) == [("grad_all_reduce", ("b", "c"), None)]
+    assert steps(("ab", ""), ("", "b")) == [("all_reduce", ("a", "b"), "identity"), ("grad_all_reduce", ("b",), None)]
+    assert steps(("a", ""), ("", "ab")) == [("all_reduce", ("a",), "identity"), ("grad_all_reduce", ("a", "b"), None)]
+    assert steps(("", "abc"), ("a", "")) == [("grad_keep_one", ("a", "b", "c"), None), ("keep_one", ("a",), "identity")]
+    assert steps(("", "ab"), ("ab", "")) == [("keep_one", ("a", "b"), "keep_one")]
+    assert steps(("a", "b"), ("b", "a")) == [
+        ("all_reduce", ("a",), "all_reduce"),
+        ("keep_one", ("b",), "keep_one"),
+    ]
+
+
+def test_a_sum_over_two_axes_sends_less_than_one_after_the_other() -> None:
+    mesh = Mesh.of({"a": 4, "b": 2})
+    (step,) = convert(Layout.whole((8, 4), partial=("a", "b")), Layout.whole((8, 4)), mesh)
+    assert step_elements(step, mesh) == (2 * 7 / 8 * 32, 0.0)
 
 
 def test_dynamic_sizes_stay_expressions() -> None:

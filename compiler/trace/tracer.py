@@ -29,7 +29,7 @@ from shardwright.compiler.trace.opening import opened
 from shardwright.compiler.trace.recorder import Call, Recorder, TensorType, Variable
 from shardwright.compiler.trace.source import called_by_user, user_frame
 from shardwright.compiler.trace.strided import strided
-from shardwright.compiler.trace.value_checks import passing, unread
+from shardwright.compiler.trace.value_checks import Unread, passing, unread
 from shardwright.compiler.trace.values_needed import VALUE_READERS, explained
 from shardwright.runtime.errors import ShardwrightError, TraceError
 
@@ -427,10 +427,11 @@ class Tracer(TorchFunctionMode):
 
     # checks
 
-    def _passing_check(self, name: str) -> Any:
+    def _passing_check(self, name: str) -> bool | Unread | None:
         """What a call that reads a value returns where nothing but a check of values depends on it; else ``None``."""
-        read = {"__bool__": passing, "item": unread}.get(name)
-        passes = read(user_frame()) if read else None
+        passes = passing(user_frame()) if name in ("__bool__", "item") else None
+        if passes is None and name == "item":
+            passes = unread(user_frame())
         if passes is not None:
             warnings.warn(
                 f"the compiled module leaves out a check of values: {self._recorder.where()}; "

@@ -66,6 +66,8 @@ def unread(frame: FrameType | None) -> Unread | None:
 def _passing_at(code: CodeType, offset: int) -> bool | None:
     instructions, offsets = disassemble(code)
     position = position_after(code, offset) - 1
+    if instructions[position].opname.startswith("CALL"):  # bool(x), x.item(), any([x, y])
+        position += 1
     if _makes_bool(instructions[position]):
         position += 1
     branch = instructions[position]

@@ -47,6 +47,23 @@ def asserts_of_a_number(x: Tensor) -> Tensor:
     return x + 1
 
 
+def asserts_an_element(x: Tensor) -> Tensor:
+    assert (x >= 0).all().item(), "negative"
+    return x + 1
+
+
+def raises_for_any(x: Tensor) -> Tensor:
+    if any([x.isnan().any(), x.max() > 2]):
+        raise ValueError
+    return x + 1
+
+
+def asks_for_a_truth_value(x: Tensor) -> Tensor:
+    if not bool(x.max() < 2):
+        raise ValueError
+    return x + 1
+
+
 def loops(x: Tensor) -> Tensor:
     for row in x:
         if row.max() > 2:
@@ -120,6 +137,19 @@ def number_used(x: Tensor) -> Tensor:
     if (largest := x.max().item()) > 2:
         raise ValueError
     return x * largest
+
+
+def element_decides(x: Tensor) -> Tensor:
+    if (x >= 0).all().item():
+        x = x * 2
+    return x + 1
+
+
+def truth_value_kept(x: Tensor) -> Tensor:
+    large = bool(x.max() > 2)
+    if large:
+        raise ValueError
+    return x + large
 
 
 def number_computed(x: Tensor) -> Tensor:

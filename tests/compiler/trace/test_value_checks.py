@@ -35,6 +35,9 @@ class Apply(nn.Module):
         checking.asserts,
         checking.asserts_a_number,
         checking.asserts_of_a_number,
+        checking.asserts_an_element,
+        checking.raises_for_any,
+        checking.asks_for_a_truth_value,
         checking.loops,
         checking.returns,
         checking.returns_early,
@@ -59,6 +62,8 @@ def test_a_check_is_left_out(function: Callable[[Tensor], Tensor]) -> None:
         checking.chooses,
         checking.number_used,
         checking.number_computed,
+        checking.element_decides,
+        checking.truth_value_kept,
     ],
 )
 def test_what_decides_something_is_refused(function: Callable[[Tensor], Tensor]) -> None:

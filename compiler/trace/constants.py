@@ -14,7 +14,7 @@ from shardwright.compiler.trace.normalise import FACTORIES
 from shardwright.compiler.trace.recorder import Recorder
 from shardwright.runtime.errors import TraceError
 
-_RANDOM = {
+RANDOM = {
     "dropout",
     "rand",
     "randn",
@@ -26,7 +26,7 @@ _RANDOM = {
     "normal",
     "multinomial",
 }
-_RANDOM |= {"bernoulli", "uniform", "poisson", "empty", "empty_like", "new_empty"}
+RANDOM |= {"bernoulli", "uniform", "poisson", "empty", "empty_like", "new_empty"}
 
 SIZED = {"view", "reshape", "expand", "broadcast_to", "repeat", "tile", "unflatten", "split", "narrow", "roll", "pad"}
 SIZED |= {"interpolate", "zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty", "new_full"}
@@ -93,6 +93,27 @@ class Constants:
             self.read |= self._made_of.get(value.name, frozenset())
             return real
 
+    def is_drawn(self, tensor: torch.Tensor) -> bool:
+        """Whether the values of a tensor follow from random numbers and constants alone."""
+        if id(tensor) not in self._recorder.variables:
+            return False
+        drawn, seen = False, {(first := self._recorder.value(tensor)).name}
+        ways = [first]
+        while ways:
+            value = ways.pop()
+            made_by = self._recorder.calls.get(value.name)
+            if made_by is None:
+                if value.kind is not ValueKind.CONSTANT:
+                    return False
+                continue
+            call = made_by[0]
+            drawn |= call.name in RANDOM
+            for read in (leaf for arg in (*call.args, *call.kwargs.values()) for leaf in leaves(arg)):
+                if isinstance(read, IRValue) and read.name not in seen:
+                    seen.add(read.name)
+                    ways.append(read)
+        return drawn
+
     def sizes(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of an operator of :data:`SIZED` with numbers in the place of tensors whose values are known."""
 
@@ -113,7 +134,7 @@ class Constants:
         known = self._real.get(value.name)
         if known is None:
             made_by = self._recorder.calls.get(value.name)
-            if made_by is None or made_by[0].name in _RANDOM:
+            if made_by is None or made_by[0].name in RANDOM:
                 raise _NotConstant
             call, index = made_by
             args = map_leaves(call.args, self._real_argument)

@@ -19,6 +19,7 @@ from shardwright.compiler.trace.dynamic import Dynamic
 from shardwright.compiler.trace.naming import Namer
 from shardwright.compiler.trace.normalise import bind
 from shardwright.compiler.trace.running_modules import RunningModules
+from shardwright.compiler.trace.selections import Selection
 from shardwright.compiler.trace.source import assigned_names, location_of, user_frame
 from shardwright.runtime.errors import TraceError
 
@@ -95,6 +96,7 @@ class Recorder:
         self.calls: dict[str, tuple[Call, int]] = {}  # value name -> the call that made it, which result
         self.constants: list[tuple[IRValue, torch.Tensor]] = []
         self.variables: dict[int, Variable] = {}
+        self.selections: dict[int, Selection] = {}  # what fakes that stand for x[mask] would hold
         self.captured: set[str] = set()  # constants that belong to somebody outside of forward
         self._asked: set[str] = set()  # values made of something whose gradient the user asks for, outside of the module
         self._leaves: set[str] = set()  # values at which torch's own graph of such gradients begins
@@ -121,6 +123,8 @@ class Recorder:
         variable = self.variables.get(id(tensor))
         if variable is None:
             assert self.make_constant is not None
+            if id(tensor) in self.selections:
+                raise self.selections[id(tensor)].error
             if isinstance(tensor, FakeTensor):
                 raise TraceError(
                     "forward uses a tensor that it kept outside of the module in an earlier call",

@@ -22,11 +22,12 @@ from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.known_functions import register_known
 from shardwright.compiler.trace import inplace
 from shardwright.compiler.trace.callables import is_getter, is_setter, plain_name
-from shardwright.compiler.trace.constants import SIZED, Constants
+from shardwright.compiler.trace.constants import RANDOM, SIZED, Constants
 from shardwright.compiler.trace.fake_forms import FAKE_FORMS
 from shardwright.compiler.trace.normalise import on_rank_device
 from shardwright.compiler.trace.opening import opened
 from shardwright.compiler.trace.recorder import Call, Recorder, TensorType, Variable
+from shardwright.compiler.trace.selections import READERS, Selection
 from shardwright.compiler.trace.source import called_by_user, user_frame
 from shardwright.compiler.trace.strided import strided
 from shardwright.compiler.trace.value_checks import Unread, passing, unread
@@ -36,6 +37,8 @@ from shardwright.runtime.errors import ShardwrightError, TraceError
 _LITERALS = {torch.tensor, torch.as_tensor, torch.asarray}
 _UNRECORDED = {"is_floating_point", "retain_grad", "__repr__", "__format__", "__str__", "__hash__"}
 _GRADIENT_FACTS = {"requires_grad", "is_leaf", "grad_fn"}
+_SIZELESS = {"dtype", "device", "ndim", "layout"}
+"""What may be read of elements that a mask chooses, without knowing how many they are."""
 _TENSOR_PROPERTIES = {"T", "mT", "H", "mH", "data", "real", "imag"}
 _CASTS = {"to", "float", "double", "half", "bfloat16", "int", "long", "bool", "type", "type_as"}
 _DEVICE_MOVES = {"cpu", "cuda", "xpu"}
@@ -65,6 +68,8 @@ class Tracer(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = plain_name(func)
+        if self._recorder.selections and not self._running and any(map(self._selection, _tensors((args, kwargs)))):
+            return self._read_selection(func, name, args, kwargs)
         if name in _GRADIENT_FACTS and is_getter(func) and args[0] is not None and not self._running:
             return self._gradient_fact(func, name, args[0])
         if name in ("requires_grad", "requires_grad_") and not is_getter(func) and not self._running:
@@ -89,11 +94,93 @@ class Tracer(TorchFunctionMode):
             if (real := self._real_values((args, kwargs))) is not None:
                 with unset_fake_temporarily():
                     return func(*real[0], **real[1])
-            raise self._untraceable(func, name, error) from error
+            if (chosen := self._select(func, name, args, kwargs, error)) is not None:
+                return chosen
+            raise self._untraceable(func, name, args, error) from error
         except Exception as error:
             if name in VALUE_READERS or _NO_DATA in str(error):
-                raise self._untraceable(func, name, error) from error
+                raise self._untraceable(func, name, args, error) from error
             raise
+
+    # elements chosen by a mask, see :mod:`shardwright.compiler.trace.selections`
+
+    def _select(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
+        """What stands for ``x[mask]`` or ``x.masked_select(mask)``; ``None`` if the call is neither."""
+        names = {"__getitem__": ("x", "index"), "masked_select": ("input", "mask")}.get(name, ())
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if len(given) != 2 or set(given) != set(names):
+            return None
+        whole, index = self._on_fakes(tuple(given[key] for key in names))
+        items = index if isinstance(index, tuple) else (index,)
+        if name == "masked_select" and (not isinstance(index, torch.Tensor) or index.shape != whole.shape):
+            return None
+        if (places := self._places(items)) is not None:
+            with self:
+                return whole[places]
+        mask = items[0]
+        if len(items) > 1 or not _is_mask(mask) or mask.ndim == 0 or mask.shape != whole.shape[: mask.ndim]:
+            return None
+        value = self._recorder.value(mask)
+        others = (self._recorder.value(chosen.mask) for chosen in self._recorder.selections.values())
+        mask_name = next((other for other in others if self._same(other, value)), value).name
+        return self._stand_in(
+            Selection(self._as_it_is(whole), self._as_it_is(mask), mask_name, self._untraceable(func, name, args, error))
+        )
+
+    def _places(self, index: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """An index with the places where its masks are true; ``None`` without masks, or if the values of one are not known."""
+        places: list[Any] = []
+        if not any(map(_is_mask, index)):
+            return None
+        for item in index:
+            known = self._constants.real(item) if _is_mask(item) else None
+            if _is_mask(item) and known is None:
+                return None
+            with unset_fake_temporarily():
+                places += [item] if known is None else known.nonzero(as_tuple=True)
+        return tuple(places)
+
+    def _same(self, one: IRValue, other: IRValue) -> bool:
+        """Whether two values are one, or made by equal calls."""
+        (call, index), (again, position) = (self._recorder.calls.get(value.name, (None, 0)) for value in (one, other))
+        made_alike = call is not None and call.name not in RANDOM and (call, index) == (again, position)
+        return one == other or made_alike
+
+    def _as_it_is(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The value of now of a tensor, which forward may change in place later."""
+        if not torch.is_grad_enabled():
+            with self:
+                tensor = tensor.detach()
+        kept: torch.Tensor = torch.ops.aten.alias(tensor)
+        self._recorder.bind(kept, Variable(self._recorder.value(tensor)))
+        return kept
+
+    def _stand_in(self, chosen: Selection) -> torch.Tensor:
+        """A fake for a selection; its size means nothing."""
+        fake = torch.empty(0, *chosen.row, dtype=chosen.whole.dtype)
+        self._recorder.selections[id(fake)] = chosen
+        self._recorder.keep(fake)
+        return fake
+
+    def _selection(self, tensor: torch.Tensor) -> Selection | None:
+        return self._recorder.selections.get(id(tensor))
+
+    def _read_selection(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that gets a selection: by operators on the whole tensor, if it needs no size."""
+        if is_getter(func) and name in _SIZELESS or name in _UNRECORDED:
+            return func(*args, **kwargs)
+
+        def chosen(arg: Any) -> Any:
+            return self._selection(arg) or arg if isinstance(arg, torch.Tensor) else arg
+
+        arguments, named = tuple(map(chosen, args)), {key: chosen(arg) for key, arg in kwargs.items()}
+        reader, result = READERS.get(name), NotImplemented
+        if reader is not None and not is_getter(func) and _binds(reader, arguments, named):
+            with self:
+                result = reader(*arguments, **named)
+        if result is NotImplemented:
+            raise next(filter(None, map(self._selection, _tensors((args, kwargs))))).error
+        return self._stand_in(result) if isinstance(result, Selection) else result
 
     def _gradient_fact(self, func: Any, name: str, tensor: torch.Tensor) -> Any:
         """``x.requires_grad`` and the like as they are outside of a trace, in which all floating inputs require a gradient."""
@@ -429,7 +516,7 @@ class Tracer(TorchFunctionMode):
 
     def _passing_check(self, name: str) -> bool | Unread | None:
         """What a call that reads a value returns where nothing but a check of values depends on it; else ``None``."""
-        passes = passing(user_frame()) if name in ("__bool__", "item") else None
+        passes: bool | Unread | None = passing(user_frame()) if name in ("__bool__", "item") else None
         if passes is None and name == "item":
             passes = unread(user_frame())
         if passes is not None:
@@ -445,10 +532,11 @@ class Tracer(TorchFunctionMode):
     def _error(self, what: str, hint: str, why: str | None = None) -> TraceError:
         return TraceError(what, where=self._recorder.where(), why=why, hint=hint)
 
-    def _untraceable(self, func: Any, name: str, error: Exception) -> TraceError:
+    def _untraceable(self, func: Any, name: str, args: tuple[Any, ...], error: Exception) -> TraceError:
         if isinstance(error, UnsupportedOperatorException):
             return self._error(f"{name}() has no rule for fake tensors", "hide the call behind register_op", str(error))
-        why, hint = explained(func, name)
+        drawn = name in VALUE_READERS and any(map(self._constants.is_drawn, _tensors(args)))
+        why, hint = explained(func, name, drawn=drawn)
         return self._error(f"{name}() needs the values of a tensor while tracing", hint, why)
 
 
@@ -462,6 +550,19 @@ def _tensors(arg: Any) -> Iterator[torch.Tensor]:
     elif isinstance(arg, dict):
         for item in arg.values():
             yield from _tensors(item)
+
+
+def _is_mask(item: Any) -> bool:
+    return isinstance(item, torch.Tensor) and item.dtype == torch.bool
+
+
+def _binds(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether ``function`` takes these arguments."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _is_sizes(data: Any) -> bool:

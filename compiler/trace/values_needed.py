@@ -15,6 +15,11 @@ _ANY_SIZE = "keep all elements, and give those that do not count the weight 0 or
 _FIRST = "mark first occurrences with a mask over all elements, or find them before the model is called"
 _COUNT = "F.one_hot(x, n).sum(0) counts n values"
 
+_DRAWN = (
+    "set the rate at which something is skipped at random to 0 (layerdrop=0.0), or multiply what is added by "
+    "a number that is drawn: x + torch.bernoulli(p) * layer(x)"
+)
+
 _REMEDIES = {
     "__bool__": _DECIDES,
     "is_nonzero": _DECIDES,
@@ -46,12 +51,14 @@ VALUE_READERS = frozenset(_REMEDIES) - {"__getitem__", "repeat_interleave"}
 _OF_ANY_SIZE = {name for name, remedy in _REMEDIES.items() if remedy in (_ANY_SIZE, _FIRST, _COUNT)}
 
 
-def explained(function: Any, name: str) -> tuple[str, str]:
-    """Why a function cannot be traced that reads values, and what to do."""
+def explained(function: Any, name: str, *, drawn: bool) -> tuple[str, str]:
+    """Why a function cannot be traced that reads values, and what to do. ``drawn``: random ones."""
     why = "the traced graph must be right for all inputs, and no values exist while tracing"
     found = registry.find(function)
     if found is not None and isinstance(found[0], UserOpDef):
         return why, "pass fake= to register_op, a function that is called instead and returns empty tensors like the results"
+    if drawn:
+        return "a graph does the same in every call, and what this draws differs from call to call", _DRAWN
     if name in _OF_ANY_SIZE:
         why = f"the size of what it returns depends on values; {why}"
     remedy = _REMEDIES.get(name, "use torch.where or masking instead")

@@ -82,6 +82,21 @@ WAV2VEC2 = {
     **dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout"), 0.0),
     **dict.fromkeys(("final_dropout", "layerdrop", "mask_time_prob", "mask_feature_prob"), 0.0),
 }  # fmt: skip
+
+
+def transcribed(batch: int, seq: int, generator: torch.Generator) -> zoo.Inputs:
+    """Waves, and what was said, of another length in each row."""
+    waves = torch.randn(batch, 64, generator=generator).double()
+    labels = torch.randint(1, 8, (batch, 3), generator=generator)
+    labels[0, 1:] = -100
+    return {"input_values": waves, "labels": labels}
+
+
+PROPHETNET = {
+    "vocab_size": 32, "hidden_size": 16, "encoder_ffn_dim": 24, "num_encoder_layers": 1, "num_encoder_attention_heads": 2,
+    "decoder_ffn_dim": 24, "num_decoder_layers": 1, "num_decoder_attention_heads": 2, "decoder_start_token_id": 1,
+    "max_position_embeddings": 32, **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0),
+}  # fmt: skip
 WHISPER = {
     "vocab_size": 32, "num_mel_bins": 6, "d_model": 12, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 3,
     "decoder_attention_heads": 3, "encoder_ffn_dim": 20, "decoder_ffn_dim": 20, "max_source_positions": 5, "pad_token_id": 1,
@@ -133,6 +148,12 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[..., zoo.Inputs]]] = 
         zoo.classified_images(8, 6, "pixel_values"),
     ),
     "wav2vec2": (zoo.hf("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", **WAV2VEC2), sounds),
+    "hubert-ctc": (zoo.hf("HubertForCTC", "HubertConfig", **WAV2VEC2, vocab_size=8), transcribed),
+    "xmod": (
+        zoo.hf("XmodForMaskedLM", "XmodConfig", **zoo.BERT, languages=["en_XX", "de_DE"], default_language="de_DE"),
+        zoo.masked_lm(32),
+    ),
+    "prophetnet": (zoo.hf("ProphetNetForConditionalGeneration", "ProphetNetConfig", **PROPHETNET), zoo.causal_lm(32)),
     "whisper": (zoo.hf("WhisperForConditionalGeneration", "WhisperConfig", **WHISPER), spoken),
     "longformer": (zoo.hf("LongformerForMaskedLM", "LongformerConfig", **zoo.BERT, attention_window=[4, 4]), unmasked),
     "flaubert": (zoo.hf("FlaubertWithLMHeadModel", "FlaubertConfig", **FLAUBERT), zoo.masked_lm(32)),

@@ -106,6 +106,28 @@ def test_values_are_needed(function: object, name: str, remedy: str, dynamic: bo
     assert hint.endswith("; or put the code into a function, and register_op it with fake=")
 
 
+def skips_at_random(x: Tensor) -> Tensor:
+    if torch.rand([]) < 0.1:
+        return x
+    return x * 2
+
+
+def skips_by_number(x: Tensor) -> Tensor:
+    return x if torch.empty(()).uniform_(0, 1).item() < 0.1 else x * 2
+
+
+def skips_by_value(x: Tensor) -> Tensor:
+    return x if torch.rand([]) < x.mean() else x * 2
+
+
+@pytest.mark.parametrize(("function", "drawn"), [(skips_at_random, True), (skips_by_number, True), (skips_by_value, False)])
+def test_what_is_skipped_at_random(function: object, drawn: bool) -> None:
+    _, where, why, hint = error_of(function).split("\n")
+    assert __file__ in where
+    assert why.endswith("what this draws differs from call to call") == drawn
+    assert hint.startswith("  try:   set the rate at which something is skipped at random to 0 (layerdrop=0.0)") == drawn
+
+
 def test_a_module_is_not_converted_in_forward() -> None:
     class Router(nn.Module):
         def __init__(self, dtype: torch.dtype) -> None:

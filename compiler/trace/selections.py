@@ -1,0 +1,138 @@
+"""Elements chosen by a mask, ``x[mask]``: how many they are depends on values, so that no graph can hold them.
+
+What they are read for mostly needs no number of them: a sum, a mean or a loss over the chosen elements is one over all, in
+which the others do not count. So a selection stays unmade until it is read, and the functions of :data:`READERS` read it by
+operators on the whole tensor and the mask. Whatever else reads it needs the values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwright.runtime.errors import TraceError
+
+_HARMLESS = 0.5
+"""What stands in places that were not chosen: losses and their derivatives are finite there, as predictions and as targets."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """``whole[mask]``. ``mask`` has the leading dims of ``whole``; ``mask_name`` is equal for equal masks.
+
+    ``error``: why it cannot be made, and where the user's code asks for it.
+    """
+
+    whole: Tensor
+    mask: Tensor
+    mask_name: str
+    error: TraceError
+
+    @property
+    def row(self) -> torch.Size:
+        """The shape of what one true element of the mask chooses."""
+        return self.whole.shape[self.mask.ndim :]
+
+    def of(self, whole: Tensor) -> Selection:
+        """What the mask chooses of another tensor."""
+        return Selection(whole, self.mask, self.mask_name, self.error)
+
+    def filled(self, value: float) -> Tensor:
+        """The whole with ``value`` in the places that were not chosen."""
+        dropped = self.mask.logical_not()
+        return self.whole.masked_fill(dropped[(..., *[None] * len(self.row))], value)
+
+
+def _sum(input: Selection, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    dims = _dims(input, dim, keepdim)
+    return NotImplemented if dims is None else input.filled(0).sum(dims, dtype=dtype)
+
+
+def _mean(input: Selection, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    dims = _dims(input, dim, keepdim)
+    if dims is None:
+        return NotImplemented
+    per_row = 1 if dim is not None else math.prod(input.row)
+    return input.filled(0).sum(dims, dtype=dtype) / (input.mask.sum() * per_row)
+
+
+def _dims(selection: Selection, dim: Any, keepdim: bool) -> tuple[int, ...] | None:
+    """The dims of the whole that a sum over all of a selection, or over its first dim, is taken over."""
+    count = {None: selection.whole.ndim, 0: selection.mask.ndim}
+    return None if keepdim or dim not in count else tuple(range(count[dim]))
+
+
+def _same_rows(*tensors: Any) -> bool:
+    """Whether all are selections by one mask."""
+    return all(isinstance(x, Selection) for x in tensors) and len({x.mask_name for x in tensors}) == 1
+
+
+def _reduced(losses: Selection, reduction: str) -> Any:
+    if reduction == "none":
+        return losses
+    return {"sum": _sum, "mean": _mean}[reduction](losses)
+
+
+def _elementwise(loss: Callable[..., Tensor]) -> Callable[..., Any]:
+    """The reader of a loss that compares elements with elements."""
+
+    def read(input: Any, target: Any, *args: Any, reduction: str = "mean", **kwargs: Any) -> Any:
+        if args or not _same_rows(input, target) or any(isinstance(x, Tensor | Selection) for x in kwargs.values()):
+            return NotImplemented
+        return _reduced(
+            input.of(loss(input.filled(_HARMLESS), target.filled(_HARMLESS), reduction="none", **kwargs)), reduction
+        )
+
+    return read
+
+
+def _cross_entropy(
+    input: Any, target: Any, weight: Tensor | None = None, *, ignore_index: int = -100, reduction: str = "mean", **kwargs: Any
+) -> Any:
+    if not _same_rows(input, target) or len(input.row) != 1 or target.row:
+        return NotImplemented
+    logits, classes = input.filled(0), target.filled(ignore_index)
+    options = {"weight": weight, "ignore_index": ignore_index, **kwargs}
+    if reduction != "none":
+        return F.cross_entropy(logits.flatten(0, -2), classes.flatten(), reduction=reduction, **options)
+    return input.of(F.cross_entropy(logits.movedim(-1, 1), classes, reduction="none", **options))
+
+
+def _ctc_loss(
+    log_probs: Any,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    **kwargs: Any,
+) -> Any:
+    """Of targets end to end: those of sample n begin where those of the samples before it end."""
+    if not isinstance(targets, Selection) or not isinstance(target_lengths, Tensor) or targets.mask.ndim != 2 or targets.row:
+        return NotImplemented
+    dropped = targets.mask.logical_not().flatten()
+    chosen_first = targets.whole.flatten()[dropped.to(torch.int64).argsort(stable=True)]
+    starts = target_lengths.cumsum(0) - target_lengths
+    places = starts[:, None] + torch.arange(targets.mask.shape[1], device=starts.device)
+    rows = chosen_first[places.clamp(max=chosen_first.shape[0] - 1)]
+    return F.ctc_loss(log_probs, rows, input_lengths, target_lengths, blank, reduction, **kwargs)
+
+
+READERS: dict[str, Callable[..., Any]] = {
+    "sum": _sum,
+    "mean": _mean,
+    "cross_entropy": _cross_entropy,
+    "ctc_loss": _ctc_loss,
+    **{
+        loss.__name__: _elementwise(loss)
+        for loss in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy)
+    },
+    "binary_cross_entropy_with_logits": _elementwise(F.binary_cross_entropy_with_logits),
+}
+"""By name, functions that may get a :class:`Selection` for a tensor, and return ``NotImplemented`` where they need its size."""

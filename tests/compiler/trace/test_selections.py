@@ -1,0 +1,174 @@
+"""Sums, means and losses of elements that a mask chooses; what needs their number is refused where they are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tracing import traced
+
+from shardwright.compiler.trace import trace
+from shardwright.compiler.verification.verify import verify
+from shardwright.runtime.errors import TraceError
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(4, 6, 8, dtype=torch.float64, generator=GENERATOR)
+Y = torch.rand(4, 6, 8, dtype=torch.float64, generator=GENERATOR)
+MASK = torch.rand(4, 6, generator=GENERATOR) > 0.4
+CLASSES = torch.randint(8, (4, 6), generator=GENERATOR).masked_fill(~MASK, -7)
+CLASSES[0, :2] = -100
+WEIGHTS = torch.linspace(0.5, 2, 8, dtype=torch.float64)
+INPUTS = {"x": X, "y": Y, "mask": MASK, "classes": CLASSES}
+
+Read = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Reads(nn.Module):
+    def __init__(self, read: Read) -> None:
+        super().__init__()
+        self.inner, self.read = nn.Linear(8, 8).double(), read
+
+    def forward(self, x: Tensor, y: Tensor, mask: Tensor, classes: Tensor) -> Tensor:
+        return self.read(self.inner(x), y, mask, classes)
+
+
+def drawn() -> Tensor:
+    return torch.randint(0, 2, (4, 6), dtype=torch.bool)
+
+
+def changed_after(x: Tensor, y: Tensor, mask: Tensor, classes: Tensor) -> Tensor:
+    x = x * 1
+    rows = x[mask]
+    x.mul_(3)
+    return rows.sum() + x[mask].mean()
+
+
+def chosen_without_gradient(x: Tensor, y: Tensor, mask: Tensor, classes: Tensor) -> Tensor:
+    with torch.no_grad():
+        rows = x[mask]
+    return rows.sum() * x.mean()
+
+
+READS: dict[str, Read] = {
+    "sum": lambda x, y, mask, classes: x[mask].sum(),
+    "rows": lambda x, y, mask, classes: x[mask].sum(0) + torch.mean(x[mask,], dim=0),
+    "mean": lambda x, y, mask, classes: torch.mean(x[mask]) + x.masked_select(x > 0).mean(),
+    "count": lambda x, y, mask, classes: x.sum() * (mask & (classes > 1))[mask].sum(),
+    "cross entropy": lambda x, y, mask, classes: F.cross_entropy(x[mask], classes[mask], WEIGHTS, label_smoothing=0.1),
+    "classes": lambda x, y, mask, classes: F.cross_entropy(x[classes >= 0], classes[classes >= 0], reduction="sum"),
+    "of each": lambda x, y, mask, classes: F.cross_entropy(x[mask], classes[mask], reduction="none", ignore_index=3).mean(),
+    "module": lambda x, y, mask, classes: nn.CrossEntropyLoss()(
+        x.flatten(0, 1)[mask.flatten()], classes.flatten()[mask.flatten()]
+    ),
+    "squares": lambda x, y, mask, classes: F.mse_loss(x[mask], y[mask]) + F.l1_loss(x[y > 0.3], y[y > 0.3], reduction="sum"),
+    "binary": lambda x, y, mask, classes: (
+        F.binary_cross_entropy(x.sigmoid()[mask], y[mask], reduction="none").mean(0).sum()
+        + F.binary_cross_entropy_with_logits(x[mask], y[mask])
+    ),
+    "smooth": lambda x, y, mask, classes: (
+        F.smooth_l1_loss(x[mask], y[mask], beta=0.5) + F.huber_loss(x[mask], y[mask], delta=2.0)
+    ),
+    "changed after": changed_after,
+    "chosen without gradient": chosen_without_gradient,
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_is_read_of_a_selection(name: str) -> None:
+    graph = traced(Reads(READS[name]), INPUTS, exact=False)
+    assert not any("masked_select" in op.target for op in graph.ops)
+
+
+class Tagger(nn.Module):
+    """The loss of the tokens that have a class, as it is often written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 12)
+
+    def forward(self, x: Tensor, classes: Tensor) -> Tensor:
+        hidden = self.down(self.up(x).relu())
+        counted = classes >= 0
+        return F.cross_entropy(self.head(hidden)[counted], classes[counted]) + hidden[counted].square().mean(0).mean()
+
+
+class Tags(Tagger):
+    def forward(self, x: Tensor, classes: Tensor) -> Tensor:
+        hidden = self.down(self.up(x).relu())
+        return F.cross_entropy(self.head(hidden)[classes >= 0], classes[classes >= 0]) + F.mse_loss(hidden[x > 0], x[x > 0])
+
+
+@pytest.mark.parametrize(("policy", "ranks"), [("tp", 3), ("data", 2), ("autodist", 4)])
+def test_parity(policy: str, ranks: int) -> None:
+    report = verify(Tags(), {"x": X, "classes": CLASSES}, policy, {"plan_ngpus": ranks, "runtime_ngpus": ranks})
+    assert report.ok, str(report)
+
+
+class Speech(nn.Module):
+    """CTC of labels end to end, as transformers computes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(8, 16), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.up(x).tanh())
+        lengths = torch.full((x.shape[0],), x.shape[1], dtype=torch.long)
+        said = labels >= 0
+        targets = labels.masked_select(said)
+        return F.ctc_loss(logits.log_softmax(-1).transpose(0, 1), targets, lengths, said.sum(-1), reduction="sum")
+
+
+LABELS = torch.tensor([[1, 2, -100], [-100, 3, 1], [-100, 4, -100], [2, 3, 2]])
+
+
+def test_ctc_of_chosen_labels() -> None:
+    torch.manual_seed(0)
+    traced(Speech().double(), {"x": X, "labels": LABELS}, exact=False)
+    report = verify(Speech(), {"x": X, "labels": LABELS}, "tp", {"plan_ngpus": 2, "runtime_ngpus": 2})
+    assert report.ok, str(report)
+
+
+class Known(nn.Module):
+    """A mask that is a part of how the module is built chooses a number of elements that is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("upper", torch.ones(6, 6).triu(1).bool(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = x @ x.mT
+        above = torch.stack([row[self.upper] for row in pairs])
+        return above.reshape(4, 3, 5) * pairs[:, torch.arange(6) < 3].sum() + pairs[0].masked_select(self.upper).sum()
+
+
+def test_masks_of_known_values_choose_places() -> None:
+    assert traced(Known(), {"x": X}).outputs[0].shape == (4, 3, 5)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x, y, mask, classes: x[mask],
+        lambda x, y, mask, classes: x[mask] * 2,
+        lambda x, y, mask, classes: x[mask].sum() if x[mask].shape[0] else x.sum(),
+        lambda x, y, mask, classes: x[mask].sum(-1),
+        lambda x, y, mask, classes: F.mse_loss(x[mask], y[classes > 0]),
+        lambda x, y, mask, classes: F.mse_loss(x[mask], y[mask], weight=y[mask]),
+        lambda x, y, mask, classes: F.mse_loss(x[drawn()], y[drawn()]),
+        lambda x, y, mask, classes: F.cross_entropy(x[mask], y[mask]),
+        lambda x, y, mask, classes: x[:, mask[0]].sum(),
+        lambda x, y, mask, classes: F.linear(x[mask], y[0]).sum(),
+    ],
+)
+def test_what_needs_the_number_of_elements_is_refused_where_they_are_chosen(read: Read) -> None:
+    with pytest.raises(TraceError) as caught:
+        trace(Reads(read), INPUTS)
+    first, where, why, hint = str(caught.value).split("\n")
+    assert first == "__getitem__() needs the values of a tensor while tracing"
+    assert f"{__file__}:{read.__code__.co_firstlineno} in (root) (Reads)" in where
+    assert why.startswith("  why:   the size of what it returns depends on values")
+    assert hint.startswith("  try:   keep all elements")

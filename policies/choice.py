@@ -5,7 +5,8 @@ the input's gradient is all-reduced) or a summed dim (row parallel: the result i
 operators that have it. Variables are the classes; at most one class of an operator is split; the objective is the share of
 all work and memory that is spared, less the share of all possible communication that it causes. On a transformer this gives
 heads, ffn and vocabulary, never the hidden dim: Megatron's plan, without knowing what a transformer is. Within an axis a second
-one pays for what it adds to the sums along the first, as both are one all-reduce.
+one pays for what it adds to the sums along the first, as both are one all-reduce. What linear operators pass on in summands is
+priced where it is summed at last: of experts, once for all that a token meets; of parallel branches, where they are added.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import functools
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from ortools.sat.python import cp_model
 
@@ -47,18 +49,27 @@ class Chosen:
     worth: int
 
 
+class _Travel(NamedTuple):
+    """A value that is summed where it is made, or where it is read gathered, its gradient summed, or both at once."""
+
+    value: str
+    where: Literal["made", "read"]
+
+
 @dataclass(frozen=True)
 class _Option:
     """One class split in one operator, where it is a factor: the share of the work with it and of the weights that a rank is
-    spared, and the values that travel. ``summed``: whether they or their gradients are summed over the ranks, not gathered.
+    spared, and what travels. ``touched``: the values that would if every sum were made at once. ``gathers``: they are gathered,
+    not summed.
     """
 
     op: IROp
     factor: str
     dim_class: int
     saved: float
-    travels: tuple[str, ...]
-    summed: bool = True
+    travels: tuple[_Travel, ...]
+    touched: tuple[str, ...]
+    gathers: bool = False
 
 
 def choose_dims(graph: IRGraph, axis_size: int) -> set[int]:
@@ -106,8 +117,8 @@ class _Chooser:
         self.total_memory = sum(whole.elements[v.name] for v in graph.parameters) or 1.0
         options = self._options(num_ranks, whole)
         candidates = self._candidates(options)
-        travelling = {name for option in options if option.dim_class in candidates for name in option.travels}
-        self.total_traffic = sum(whole.elements[name] for name in travelling) or 1.0
+        touched = {name for option in options if option.dim_class in candidates for name in option.touched}
+        self.total_traffic = sum(whole.elements[name] for name in touched) or 1.0
 
     def is_short(self) -> bool:
         """Whether a dim that might be split has fewer elements than there are ranks, and more than one."""
@@ -171,12 +182,12 @@ class _Chooser:
         solver.solve(model)
         return Chosen(axis_size, {c for c in candidates if solver.value(chosen[c])}, round(solver.objective_value))
 
-    def _summed_along(self, outer: Chosen | None) -> dict[str, int]:
-        """The values summed over the ranks of an axis, and how many these are."""
+    def _summed_along(self, outer: Chosen | None) -> dict[_Travel, int]:
+        """What is summed over the ranks of an axis, and how many these are."""
         if outer is None:
             return {}
         options = (option for option in self._options(outer.axis_size, self.whole) if option.dim_class in outer.classes)
-        return {name: outer.axis_size for option in options if option.summed for name in option.travels}
+        return {travel: outer.axis_size for option in options if not option.gathers for travel in option.travels}
 
     def _weighed(
         self,
@@ -184,13 +195,13 @@ class _Chooser:
         classes: Container[int],
         axis_size: int,
         sizes: _Sizes,
-        summed: Mapping[str, int],
+        summed: Mapping[_Travel, int],
     ) -> tuple[dict[int, int], dict[tuple[int, ...], int]]:
         """What splitting each of the classes gains, and what is lost for every set of them that the same values travel for.
-        ``summed``: the values that are summed over so many ranks anyway. A sum over those of both axes sends little more.
+        ``summed``: what is summed over so many ranks anyway. A sum over those of both axes sends little more.
         """
-        travels: dict[str, set[int]] = {}
-        gathered: set[str] = set()
+        travels: dict[_Travel, set[int]] = {}
+        gathered: set[_Travel] = set()
         gains: dict[int, int] = {}
         for option in options:
             if option.dim_class not in classes:
@@ -200,14 +211,15 @@ class _Chooser:
             worth = TABLE if option.op.target == "embedding" else MEMORY
             gain = WORK * sizes.work(option.op, option.factor) / self.total_work + worth * weights / self.total_memory
             gains[option.dim_class] = gains.get(option.dim_class, 0) + round(gain * option.saved)
-            for name in option.travels:
-                travels.setdefault(name, set()).add(option.dim_class)
-            gathered.update(() if option.summed else option.travels)
+            for travel in option.travels:
+                travels.setdefault(travel, set()).add(option.dim_class)
+            gathered.update(option.travels if option.gathers else ())
         losses: dict[tuple[int, ...], int] = {}
-        for name, found in sorted(travels.items()):
+        for travel, found in sorted(travels.items()):
             key = tuple(sorted(found))
-            sent = (1 - 1 / axis_size) / (1 if name in gathered else summed.get(name, 1))
-            loss = max(1, round(TRAFFIC * sent * sizes.elements[name] / self.total_traffic))
+            sent = (1 - 1 / axis_size) * sizes.elements[travel.value]
+            sent /= 1 if travel in gathered else summed.get(travel, 1)
+            loss = max(1, round(TRAFFIC * sent / self.total_traffic))
             losses[key] = losses.get(key, 0) + loss  # values that the same classes move are moved together
         return gains, losses
 
@@ -241,6 +253,35 @@ class _Sizes:
         """Of every value."""
         values = (*self.graph.sources, *(result for op in self.graph.ops for result in op.results))
         return {value.name: estimate(product(value.shape)) / self._cuts(value) for value in values}
+
+    def summed(self, value: IRValue) -> list[_Travel]:
+        """What travels to sum a value that is there in summands: of the places to which linear operators may pass these on, as
+        :mod:`shardwright.policies.labels` lets them, where least is sent. The last such place, for branches meet there.
+        """
+        least, found = self.elements[value.name], [_Travel(value.name, "made")]
+        others: list[_Travel] = []  # of which the gradients are summands then
+        while value.name not in self._outputs and len(uses := self._uses.get(value.name, [])) == 1:
+            op, position = uses[0]
+            assert op.rule is not None
+            sets = [members for members in op.rule.linear_sets if position in members]
+            if not sets or op.target in PRODUCTS or len(op.results) > 1:
+                break
+            together = max(sets, key=len)
+            rest = (v for i, v in enumerate(op.operands) if i not in together)
+            others += [_Travel(v.name, "read") for v in rest if v.takes_gradient]
+            (value,) = op.results
+            sent = sum(self.elements[travel.value] for travel in others) + self.elements[value.name]
+            if sent <= least:
+                least, found = sent, [_Travel(value.name, "made"), *others]
+        return found
+
+    @functools.cached_property
+    def _uses(self) -> Mapping[str, Sequence[tuple[IROp, int]]]:
+        return self.graph.uses()
+
+    @functools.cached_property
+    def _outputs(self) -> frozenset[str]:
+        return frozenset(value.name for value in self.graph.outputs)
 
     def _cuts(self, value: IRValue) -> int:
         classes = {index for indices in self.dims.values.get(value.name, ()) for index in indices} if self.cut else ()
@@ -284,7 +325,8 @@ def _options(op: IROp, sizes: _Sizes, axis_size: int, sources: Sources) -> Itera
                 for v, refs in zip(op.operands, op.rule.operands, strict=True)
                 if has_factor(refs, factor.name) and v.requires_grad
             ]
-            yield _Option(op, factor.name, index, 0.0, tuple(touched), summed=False)
+            travels = tuple(_Travel(name, "read") for name in touched)
+            yield _Option(op, factor.name, index, 0.0, travels, tuple(touched), gathers=True)
             continue
         if not is_product or (op.target == "embedding" and not _worth_splitting(op, factor.name, graph)):
             continue
@@ -295,9 +337,12 @@ def _options(op: IROp, sizes: _Sizes, axis_size: int, sources: Sources) -> Itera
             for i, (v, refs) in enumerate(zip(op.operands, op.rule.operands, strict=True))
             if i not in weights and not has_factor(refs, factor.name) and v.takes_gradient
         ]
-        summed = [v.name for v, refs in zip(op.results, op.rule.results, strict=True) if not has_factor(refs, factor.name)]
+        partial = [v for v, refs in zip(op.results, op.rule.results, strict=True) if not has_factor(refs, factor.name)]
+        travels = (*(_Travel(name, "read") for name in whole), *(travel for v in partial for travel in sizes.summed(v)))
+        touched = [*whole, *(v.name for v in partial)]
         size = max(estimate(dims.classes[index].size) / pieces, 1.0)
-        yield _Option(op, factor.name, index, 1.0 - math.ceil(size / axis_size) / size, tuple(whole + summed))
+        saved = 1.0 - math.ceil(size / axis_size) / size
+        yield _Option(op, factor.name, index, saved, travels, tuple(touched))
 
 
 def _worth_splitting(op: IROp, factor: str, graph: IRGraph) -> bool:

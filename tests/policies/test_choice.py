@@ -154,6 +154,20 @@ def test_heads_within_a_group_are_split_over_the_second_axis(tmp_path: Path) -> 
     assert stored["model.layers.0.self_attn.k_proj.weight"] == "[2/tp * 4, 16] G(tp2)"
 
 
+def test_experts_pay_for_one_sum_of_all_that_a_token_meets() -> None:
+    """16 of 64 experts whose hidden dim is a quarter of the model's: to sum what each gives would cost more than it saves."""
+    ids = torch.zeros(2, 8192, dtype=torch.int64)
+    graph = of_real_size(
+        "Qwen3MoeForCausalLM", "Qwen3MoeConfig", {"input_ids": ids, "labels": ids}, vocab_size=32000, hidden_size=1024,
+        moe_intermediate_size=256, num_attention_heads=16, num_key_value_heads=16, head_dim=128, num_hidden_layers=1,
+        num_experts=64, num_experts_per_tok=16,
+    )  # fmt: skip
+    assert {c.name for c in chosen(graph, 8)} == {"heads", "ffn", "vocab"}
+    split = plans.compile_with(graph, "tp", 8, outputs="loss")
+    summed = [adapter.of for adapter in split.program.adapters() if adapter.step.kind == "all_reduce"]
+    assert max(math.prod(value.shape) for value in summed) == ids.numel() * 1024
+
+
 def test_what_one_axis_has_used_up_is_not_split_over_another() -> None:
     """3 channels over 2 ranks are 2 and 1, and a convolution refuses to have none."""
     model = nn.Sequential(nn.Conv2d(4, 3, 1), nn.ReLU(), nn.Conv2d(3, 4, 1))

@@ -40,7 +40,7 @@ class Opening:
     @property
     def bound_s(self) -> float:
         """No plan of so many positions on this mesh takes less."""
-        return self.free.bound_s / self.num_positions
+        return self.free.share_s(self.num_positions)
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,14 @@ class Candidate:
 
     @property
     def bound_s(self) -> float:
-        """Of a pipeline on equal meshes: the share of a position in the work of any placement, and what no split of this
-        placement into stages can avoid. Of another: what no split can avoid whose stages have the placements offered.
+        """Of a pipeline on equal meshes: what some position takes in any placement, and what no split of this placement into
+        stages can avoid. Of another: what no split can avoid whose stages have the placements offered.
         """
         if not self.plan.stages:
             return self.placed[0].bound_s
         if self.is_mixed:
             return self.split_bound_s
-        return max(self.placed[0].bound_s / dict(self.plan.mesh.axes)["pp"], self.split_bound_s)
+        return max(self.placed[0].share_s(dict(self.plan.mesh.axes)["pp"]), self.split_bound_s)
 
     @property
     def step_s(self) -> float:

@@ -100,7 +100,7 @@ class Placer:
         plan = found.plan if self.graph.eval_graph is None else _with_evaluation(found, self.graph.eval_graph)
         if self.options.mesh is None:
             plan = named(plan, split_dim_names(self.graph, plan), kept=self.options.degrees)
-        return Placed(plan, found.bound_s, found.proof, str(found.space), found.interrupted, found.cost_s)
+        return Placed(plan, found.bound_s, found.proof, str(found.space), found.interrupted, found.cost_s, found.longest_s)
 
     def least_s(self, wish: Wish) -> float:
         """Seconds per step that no plan for a wish with memory is below; what may be computed again is as the options say."""

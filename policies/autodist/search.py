@@ -241,7 +241,8 @@ class Search:
 
     def _likely_s(self, opening: Opening) -> float:
         """What a step may take on a mesh, with the most common of schedules, if memory does not bind."""
-        return opening.bound_s * self.bench.slower(opening.num_positions)
+        share_s = opening.free.bound_s / opening.num_positions
+        return max(opening.bound_s, share_s * self.bench.slower(opening.num_positions))
 
     def _try_all(self, openings: Sequence[Opening]) -> None:
         """Try the meshes that may have the best plan, the most likely first, and audit what they give; again while audits leave
@@ -320,7 +321,7 @@ class Search:
         if free is None:
             return None
         binds, least_s = False, 0.0
-        worth = not self._is_short and free.bound_s < num_positions * self.bench.beaten_s()
+        worth = not self._is_short and free.share_s(num_positions) < self.bench.beaten_s()
         if others and self.least is not None and worth and not free.interrupted:
             try:
                 least_s = self.least(others[0])

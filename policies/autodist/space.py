@@ -24,7 +24,7 @@ class NoPlacement(PlanError):
 class Placed:
     """The best placement of the whole model on one mesh. ``bound_s``: no placement on it takes less per step, for the reason
     ``proof``, of those in ``space``. ``interrupted``: it is what the solver had when it was interrupted from the keyboard.
-    ``cost_s``: seconds per step by the problem.
+    ``cost_s``: seconds per step by the problem. ``longest_s``: seconds per step that none takes less in one operator.
     """
 
     plan: Plan
@@ -33,6 +33,13 @@ class Placed:
     space: str
     interrupted: bool = False
     cost_s: float = 0.0
+    longest_s: float = 0.0
+
+    def share_s(self, num_positions: int) -> float:
+        """Seconds per step that some pipeline position takes at least, in any placement on this mesh: its share of the work, or
+        an operator, which one of them has whole.
+        """
+        return max(self.bound_s / num_positions, self.longest_s)
 
 
 @dataclass(frozen=True)

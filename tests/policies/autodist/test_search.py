@@ -240,6 +240,17 @@ def test_what_there_was_no_time_for_is_said_and_bounds_the_plan() -> None:
     assert found.refused["x=2 x y=2"] == "there was no time to try it further; every plan on it takes at least 0.2 µs"
 
 
+def test_some_position_of_a_pipeline_has_the_longest_operator() -> None:
+    """However small the share of each position is, and however its stages are cut."""
+
+    def placed(wish: Wish) -> Placed:
+        return replace(by_thumb(wish), bound_s=1e-7, longest_s=(5.0 if wish.num_positions == 2 else 10.0))
+
+    found = search(placed, mixed=False)
+    assert found.refused["pp=4"] == "every plan on it takes at least 10 s"
+    assert found.tried and {candidate.bound_s for candidate in found.tried} == {5.0}
+
+
 def test_a_mesh_on_which_nothing_was_found_that_fits_bounds_the_plan_unless_nothing_can() -> None:
     """Splitting the batch alone needs too much memory; another placement on that mesh might not."""
 

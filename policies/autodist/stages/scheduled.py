@@ -44,6 +44,9 @@ from shardwright.runtime.schedule import ActionKind
 MAX_ROUNDS = 120
 """How many splits are looked at for one bound."""
 
+ADDED = 4
+"""How many chains are added in a round, the longest of those that end at different positions."""
+
 OVER = 1e-9
 """By how much of its memory a position may be over for an average to fit."""
 
@@ -75,6 +78,8 @@ PARTS = {
     ActionKind.WEIGHT_GRADIENT: (WEIGHT,),
 }
 """The parts that an action consists of."""
+
+KINDS = tuple(PARTS)
 
 
 class Least:
@@ -194,14 +199,21 @@ class Chains:
     def __init__(self, schedule: Schedule) -> None:
         self.num_stages = schedule.num_stages
         waits = waits_of(schedule, Dataflow.chain(schedule.num_stages))
-        numbers: dict[tuple[int, int], int] = {}
-        self._actions: list[tuple[int, tuple[int, ...], list[int]]] = []  # stage, parts, what it waits for
+        before: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by rank and index, the actions that one waits for
+        levels: dict[tuple[int, int], int] = {}  # how many come one after the other before an action
         for rank, index in run_order(schedule, waits):
-            action = schedule.actions[rank][index]
-            before = [numbers[place] for place in waits[rank][index]]
-            before += [numbers[rank, index - 1]] if index else []
-            numbers[rank, index] = len(self._actions)
-            self._actions.append((action.stage, PARTS[action.kind], before))
+            before[rank, index] = [*waits[rank][index], *([(rank, index - 1)] if index else [])]
+            levels[rank, index] = max((levels[place] + 1 for place in before[rank, index]), default=0)
+        numbers = {place: number for number, place in enumerate(sorted(levels, key=lambda place: levels[place]))}
+        actions = [schedule.actions[rank][index] for rank, index in numbers]
+        nothing, most = len(actions), max(map(len, before.values()))
+        self._edges = np.searchsorted(sorted(levels.values()), range(max(levels.values()) + 2)).tolist()  # between levels
+        self._before = np.array(  # [action, ...]: numbers, or that of nothing
+            [[*(numbers[other] for other in before[place]), *[nothing] * most][:most] for place in numbers]
+        )
+        self._stages, self._kinds = (
+            np.array(listed) for listed in zip(*((a.stage, KINDS.index(a.kind)) for a in actions), strict=True)
+        )
         self.moments = _moments(schedule)
         self._last = [(numbers[rank, len(own) - 1], schedule.stages_of(rank)) for rank, own in enumerate(schedule.actions)]
 
@@ -209,23 +221,23 @@ class Chains:
         """By position the longest chain that ends there: its seconds, and ``[stage, part]`` how often it has each. ``times``:
         ``[stage, part]``, of one microbatch, or once.
         """
-        seconds = {parts: times[:, list(parts)].sum(axis=1).tolist() for parts in PARTS.values()}
-        ends, origins = [0.0] * len(self._actions), [-1] * len(self._actions)
-        for number, (stage, parts, before) in enumerate(self._actions):
-            begin = 0.0
-            for other in before:
-                if ends[other] > begin:
-                    begin, origins[number] = ends[other], other
-            ends[number] = begin + seconds[parts][stage]
+        seconds = np.stack([times[:, list(PARTS[kind])].sum(axis=1) for kind in KINDS], axis=1)[self._stages, self._kinds]
+        ends = np.zeros(len(seconds) + 1)
+        for level in map(slice, self._edges, self._edges[1:]):
+            ends[level] = ends[self._before[level]].max(axis=1) + seconds[level]
+        origins = np.take_along_axis(self._before, ends[self._before].argmax(axis=1)[:, None], axis=1)[:, 0].tolist()
         found = []
         for number, stages in self._last:
+            length = float(ends[number] + times[list(stages), ONCE].sum())
+            chain = []
+            while number < len(origins):
+                chain.append(number)
+                number = origins[number]
+            often = np.bincount(self._stages[chain] * len(KINDS) + self._kinds[chain], minlength=self.num_stages * len(KINDS))
             counts = np.zeros((self.num_stages, NUM_PARTS))
             counts[list(stages), ONCE] = 1.0
-            length = ends[number] + float(times[list(stages), ONCE].sum())
-            while number >= 0:
-                stage, parts, _ = self._actions[number]
-                counts[stage, list(parts)] += 1.0
-                number = origins[number]
+            for kind, column in zip(KINDS, often.reshape(self.num_stages, -1).T, strict=True):
+                counts[:, list(PARTS[kind])] += column[:, None]
             found.append((length, counts))
         return found
 
@@ -427,7 +439,8 @@ def least_step_s(
             least = min(least, max(length for length, _ in found))
         if least <= bound * (1 + NEAR) or is_over():
             break
-        game.chains += [counts for _, counts in found]
+        longest = sorted(found, key=lambda item: -item[0])[:ADDED]
+        game.chains += [counts for _, counts in longest]
         solved = game.solve()
         if solved is None:
             break

@@ -74,7 +74,7 @@ class _Option:
 
 def choose_dims(graph: IRGraph, axis_size: int) -> set[int]:
     """The indices of the dim classes to split over one axis of that many ranks."""
-    return _Chooser(graph, axis_size).choose(axis_size).classes
+    return Chooser(graph, axis_size).choose(axis_size).classes
 
 
 def choose_axes(graph: IRGraph, num_ranks: int, most: int = 2) -> list[Chosen]:
@@ -86,7 +86,7 @@ def choose_axes(graph: IRGraph, num_ranks: int, most: int = 2) -> list[Chosen]:
     """
     if num_ranks == 1:
         return []
-    chooser = _Chooser(graph, num_ranks)
+    chooser = Chooser(graph, num_ranks)
     best = [chooser.choose(num_ranks)]
     if most > 1 and chooser.is_short() and not chooser.shares_all(best[0]):
         for outer in (size for size in range(num_ranks - 1, 1, -1) if num_ranks % size == 0):
@@ -94,15 +94,7 @@ def choose_axes(graph: IRGraph, num_ranks: int, most: int = 2) -> list[Chosen]:
     return best
 
 
-def choose_pair(graph: IRGraph, outer: int, inner: int) -> list[set[int]] | None:
-    """The indices of the dim classes to split over each of two axes, as :func:`choose_axes` has them where it chooses these;
-    ``None`` where no dim is too short for one axis.
-    """
-    chooser = _Chooser(graph, outer * inner)
-    return [axis.classes for axis in chooser.pair(outer)] if chooser.is_short() else None
-
-
-class _Chooser:
+class Chooser:
     """Chooses for axes of one model. What all work, memory and traffic are is counted as if there were one axis of
     ``num_ranks``, so that the worth of its axes adds up.
     """
@@ -146,7 +138,7 @@ class _Chooser:
         return set(classes).union(*(found for found in dims if found & short))
 
     def pair(self, outer: int) -> list[Chosen]:
-        """An axis of ``outer`` ranks, and within it one of the others."""
+        """An axis of ``outer`` ranks, and within it one of the others; :func:`choose_axes` chooses one of these."""
         first = self.choose(outer)
         return [first, self.choose(self.num_ranks // outer, first, self.related(first.classes))]
 

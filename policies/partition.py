@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections import deque
 from collections.abc import Sequence
+
+import numpy as np
 
 from shardwright.compiler.cost.communication import estimate
 from shardwright.compiler.cost.hardware import load_hardware
@@ -26,7 +27,7 @@ def balanced_cuts(times: Sequence[int], traffic: Sequence[float], num_parts: int
     ``traffic`` at the cuts. ``traffic[i]`` is what crosses a cut before item ``i``; infinite: no cut there.
 
     Exact. The smallest feasible maximum is found by bisection over integers, the cheapest cuts under it by dynamic programming
-    with a sliding minimum, O(items x parts).
+    with minima of windows, O(parts x items x log items).
 
     Raises :class:`PlanError` if there are fewer places to cut than needed.
     """
@@ -66,29 +67,47 @@ def _fits(sums: Sequence[int], places: Sequence[int], num_parts: int, limit: int
 def _cheapest(sums: Sequence[int], places: Sequence[int], traffic: Sequence[float], num_parts: int, limit: int) -> list[int]:
     """The cuts of least traffic with every part at most ``limit``; parts are never empty."""
     nodes = [0, *places, len(sums) - 1]
-    best = [0.0] + [float("inf")] * (len(nodes) - 1)  # cost of ending a part before nodes[i]
-    choices: list[list[int]] = []
-    for part in range(num_parts):
-        last = part == num_parts - 1
-        following = [float("inf")] * len(nodes)
-        choice = [-1] * len(nodes)
-        window: deque[int] = deque()
-        for i in range(1, len(nodes)):
-            while window and best[window[-1]] >= best[i - 1]:
-                window.pop()
-            window.append(i - 1)
-            while window and sums[nodes[i]] - sums[nodes[window[0]]] > limit:
-                window.popleft()
-            if window and best[window[0]] < float("inf"):
-                following[i] = best[window[0]] + (0.0 if last else traffic[nodes[i]] if i < len(nodes) - 1 else float("inf"))
-                choice[i] = window[0]
-        choices.append(choice)
-        best = following
+    at = np.array([sums[node] for node in nodes])
+    crossing = np.array([0.0, *(traffic[place] for place in places), 0.0])
+    begins = _Windows(np.searchsorted(at, at - limit))  # by node, where a part that ends there may begin
+    best = np.full(len(nodes), np.inf)  # by node, the traffic of the parts up to there
+    best[0] = 0.0
+    before = []
+    for _ in range(num_parts):
+        before.append(best)
+        best = begins.least(best) + crossing
     cuts, node = [], len(nodes) - 1
-    for choice in reversed(choices[1:]):
-        node = choice[node]
+    for best in reversed(before[1:]):
+        node = begins.latest(best, node)
         cuts.append(nodes[node])
     return cuts[::-1]
+
+
+class _Windows:
+    """For every item, those from ``first`` up to it, without it. What is asked of them takes two of 2, 4, 8, ... items each."""
+
+    def __init__(self, first: np.ndarray) -> None:
+        self._first = first
+        places = np.arange(len(first))
+        self._is_empty = first >= places
+        self._levels = np.frexp(np.maximum(places - first, 1))[1] - 1
+        self._second = np.maximum(places - (1 << self._levels), 0)
+
+    def least(self, values: np.ndarray) -> np.ndarray:
+        """Of each window, the least value; infinite for an empty one."""
+        levels = [values]
+        for level in range(self._levels.max(initial=0)):
+            ahead = np.full(len(values), np.inf)
+            ahead[: -(1 << level)] = levels[-1][1 << level :]
+            levels.append(np.minimum(levels[-1], ahead))
+        table = np.array(levels)
+        found = np.minimum(table[self._levels, self._first], table[self._levels, self._second])
+        return np.where(self._is_empty, np.inf, found)
+
+    def latest(self, values: np.ndarray, item: int) -> int:
+        """The last item of a window that has its least value."""
+        first = int(self._first[item])
+        return item - 1 - int(np.argmin(values[first:item][::-1]))
 
 
 WORTH = 0.01

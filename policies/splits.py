@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ir.value import ValueKind
-from shardwright.compiler.ops.strategy import has_factor
+from shardwright.compiler.ops.strategy import Strategy, has_factor
 from shardwright.compiler.plan.builder import PlanBuilder, classes_in
 from shardwright.policies.choice import Chosen, choose_axes
 from shardwright.policies.labels import label
@@ -27,11 +27,11 @@ def split_dims(builder: PlanBuilder, axis: str, classes: set[int]) -> None:
     num_pieces = builder.mesh.axis_size(axis)
     for graph in builder.graph.bodies:
         own_classes = classes_in(graph, builder.graph, classes)
-        splits = {}
+        splits: dict[str, Strategy] = {}
         for op in graph.ops:
-            factor = _factor(op, graph, own_classes, num_pieces, builder.pieces(op))
-            if factor is not None:
-                splits[op.name] = f"split:{factor}"
+            split = split_of(op, graph, own_classes, num_pieces, builder.pieces(op))
+            if split is not None:
+                splits[op.name] = split
             else:
                 _note_fallback(builder, op, graph, axis, own_classes)
         for name, strategy in (label(graph, splits, num_pieces) | splits).items():
@@ -39,9 +39,9 @@ def split_dims(builder: PlanBuilder, axis: str, classes: set[int]) -> None:
                 builder.strategy(name, axis, strategy)
 
 
-def _factor(op: IROp, graph: IRGraph, classes: set[int], num_pieces: int, cut: Mapping[str, int]) -> str | None:
-    """The factor of the operator to split, if it has one of the classes: one that most of its tensors have. ``cut``: in how
-    many pieces other axes have cut its factors.
+def split_of(op: IROp, graph: IRGraph, classes: set[int], num_pieces: int, cut: Mapping[str, int]) -> Strategy | None:
+    """The strategy that splits one of the classes, if the operator has one: by the factor that most of its tensors have.
+    ``cut``: in how many pieces other axes have cut its factors.
     """
     assert op.rule is not None and graph.dims is not None
     rule = op.rule
@@ -55,7 +55,7 @@ def _factor(op: IROp, graph: IRGraph, classes: set[int], num_pieces: int, cut: M
     def spread(name: str) -> tuple[int, int]:
         return sum(has_factor(refs, name) for refs in rule.results), sum(has_factor(refs, name) for refs in rule.operands)
 
-    return max(found, key=spread) if found else None
+    return f"split:{max(found, key=spread)}" if found else None
 
 
 def _note_fallback(builder: PlanBuilder, op: IROp, graph: IRGraph, axis: str, classes: set[int]) -> None:

@@ -43,7 +43,7 @@ def generate(name: str, num_ranks: int, num_microbatches: int, chunks: int | Non
     method = SCHEDULES[name]
     chunks = method.min_chunks if chunks is None else chunks
     method.check(num_ranks, num_microbatches, chunks)
-    placement = v_placement(num_ranks) if method.v_shaped else looped_placement(num_ranks, chunks)
+    placement = method.placement(num_ranks, chunks)
     actions = tuple(method.order(rank, num_ranks, num_microbatches, chunks) for rank in range(num_ranks))
     return Schedule(num_microbatches, placement, actions, name)
 
@@ -196,6 +196,10 @@ class ScheduleMethod:
     trains: bool = True
     splits_backward: bool = False
     """Input and weight gradients are computed by separate actions."""
+
+    def placement(self, num_ranks: int, chunks: int) -> tuple[int, ...]:
+        """The rank of every stage."""
+        return v_placement(num_ranks) if self.v_shaped else looped_placement(num_ranks, chunks)
 
     def check(self, num_ranks: int, num_microbatches: int, chunks: int) -> None:
         """Refuse sizes that the schedule cannot have.

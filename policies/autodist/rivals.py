@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.auditing import Auditor, least_of
-from shardwright.policies.autodist.bench import AUDIT, Bench
+from shardwright.policies.autodist.bench import AUDIT, SCOUT, Bench
 from shardwright.policies.autodist.candidates import Pace, position_ranks, staged
 from shardwright.policies.autodist.found import Candidate, Opening, Whereabouts
 from shardwright.policies.autodist.simple import SIMPLE_SLACK, Rules, Simple, simple_plans
@@ -25,10 +25,11 @@ NO_BOUND = "no bound, as the search did not come to the mesh"
 RIVAL = "plans of a simple policy"
 """What the clock calls making some."""
 
-KEPT_SHARE, GATHER_SHARE, BEGIN_SHARE = 0.2, 0.2, 0.7
-"""Of the time limit: what is kept for them to come last, and where it is short, what making and auditing some may take to begin
-with.
-"""
+KEPT_SHARES = (0.2, 0.45)
+"""The least and the most of the time limit that is kept for them to come last."""
+
+GATHER_SHARE, BEGIN_SHARE = 0.2, 0.7
+"""Of a limit that is short, what making and auditing some may take to begin with."""
 
 
 class Rivals:
@@ -41,24 +42,28 @@ class Rivals:
         self.space, self.found, self.clock = bench.space, bench.found, bench.clock
         self._rules = Rules(bench.graph, bench.config)
         self._compared: set[Whereabouts] = set()
-        self._begun: dict[Whereabouts, Sequence[Simple]] = {}  # all of the meshes that were begun with
+        self._listings: dict[Whereabouts, _Listing] = {}
         self._tried: dict[str, Whereabouts] = {}  # titles of plans that were audited, and where they are
+        self._kept = KEPT_SHARES[0]
+
+    def keep_time(self, num_meshes: int) -> None:
+        """Keep time to be the last: on a mesh making their plans takes about as long as scouting."""
         if self.space.simple:
-            self.clock.reserve(KEPT_SHARE)
+            needed_s = num_meshes * self.clock.longest_s(SCOUT)
+            least, most = KEPT_SHARES
+            self._kept = min(max(least, needed_s / self.clock.limit_s), most)
+            self.clock.reserve(self._kept)
 
     def begin(self, left: Sequence[Whereabouts]) -> None:
         """Where there is little time, a first plan: of theirs on the meshes where they likely take least the one whose parts
         do, or the next that fits. Of those that likely fit at least one is audited.
         """
-        self.clock.reserve(KEPT_SHARE / 2)  # as this does the most likely part of what comes last
+        self.clock.reserve(self._kept / 2)  # as this does the most likely part of what comes last
         found: list[tuple[Simple, Whereabouts]] = []
         for number, where in enumerate(sorted(left, key=self.bench.likely_s if len(left) > 1 else None)):
             if number and self.clock.spent() > GATHER_SHARE:
                 break
-            listed, has_all = self._plans(where, BEGIN_SHARE)
-            found += [(simple, where) for simple in listed]
-            if has_all:
-                self._begun[where] = listed
+            found += [(simple, where) for simple in self._plans(where, BEGIN_SHARE).found]
         for simple, where in sorted(found, key=lambda item: item[0].least_s):
             if simple.least_bytes(gradients=True) > self.space.memory_bytes:
                 continue
@@ -101,7 +106,7 @@ class Rivals:
         self, waiting: deque[tuple[Whereabouts, Opening | None]]
     ) -> tuple[list[tuple[Simple, Whereabouts, Opening | None]], set[Whereabouts]]:
         """The plans on the next meshes, as many as half of the time that is left is enough for, the one likely the best first;
-        and the meshes of which they are all that may be better.
+        and the meshes of which they are all that may be better. A mesh with more of them goes on waiting.
         """
         found: list[tuple[Simple, Whereabouts, Opening | None]] = []
         all_of: set[Whereabouts] = set()
@@ -109,9 +114,13 @@ class Rivals:
         while waiting and (not found or self.clock.spent() <= share) and self._has_time(RIVAL):
             where, opening = waiting.popleft()
             if opening is None or opening.bound_s < self.bench.beaten_s():
-                listed, has_all = self._plans(where, share)
-                found += [(simple, where, opening) for simple in listed]
-                all_of |= {where} if has_all else set()
+                listing = self._plans(where, share)
+                found += [(simple, where, opening) for simple in listing.found]
+                if not listing.has_all:
+                    waiting.appendleft((where, opening))
+                    break
+                all_of.add(where)
+                del self._listings[where]
         return sorted(found, key=lambda item: item[0].least_s), all_of
 
     def note(self, openings: Sequence[Opening], left: Sequence[Whereabouts]) -> None:
@@ -151,28 +160,24 @@ class Rivals:
             return not self.clock.is_over
         return self.clock.spent(sum(map(self.clock.longest_s, kinds))) <= 1.0
 
-    def _plans(self, where: Whereabouts, share: float) -> tuple[Sequence[Simple], bool]:
-        """Those on one mesh that may be better; and whether they are all, or there was no time for more, in that share of the
-        limit.
+    def _plans(self, where: Whereabouts, share: float) -> _Listing:
+        """Those on one mesh that may be better, as many as there is time for in that share of the limit, or one more than are
+        known.
         """
-        if where in self._begun:
-            return self._begun[where], True
-        number, mesh, place = where
-        setting = self.bench.setting(position_ranks(mesh, number, place)[0])
-        paces = sorted([*self.bench.paces(number), *self._left_out(number)], key=lambda pace: pace.chunks)
-        below_s = self.bench.beaten_s()
-        plans = simple_plans(self.bench.graph, mesh, paces, number, place, self.space, setting, below_s, self._rules)
-        found: list[Simple] = []
-        simple: Simple | None
-        while True:
+        if where not in self._listings:
+            number, mesh, place = where
+            setting = self.bench.setting(position_ranks(mesh, number, place)[0])
+            paces = sorted([*self.bench.paces(number), *self._left_out(number)], key=lambda pace: pace.chunks)
+            below_s = self.bench.beaten_s()
+            plans = simple_plans(self.bench.graph, mesh, paces, number, place, self.space, setting, below_s, self._rules)
+            self._listings[where] = _Listing(plans)
+        listing = self._listings[where]
+        while not listing.has_all:
             with self.clock.timed(RIVAL):
-                simple = next(plans, None)
-            if simple is None:
-                break
-            found.append(simple)
+                listing.go_on()
             if self.clock.spent() > share or not self._has_time(RIVAL):
                 break
-        return found, simple is None
+        return listing
 
     def _try(self, simple: Simple, where: Whereabouts, opening: Opening | None) -> None:
         """A simple policy's plan; if it is better than all others, also the fastest placement in its stages."""
@@ -204,6 +209,23 @@ class Rivals:
         """What policies run and a search of several schedules leaves out: it holds more than 1F1B and seldom takes less."""
         several = num_positions > 1 and len(self.space.schedules) > 1 and self.space.chunks in (None, 1)
         return [Pace("gpipe", 1)] if several and self.space.may_have(num_positions) else []
+
+
+class _Listing:
+    """The plans on one mesh, as far as they are ``found``."""
+
+    def __init__(self, plans: Iterator[Simple]) -> None:
+        self._plans = plans
+        self.found: list[Simple] = []
+        self.has_all = False
+
+    def go_on(self) -> None:
+        """Find the next one, if there is one."""
+        simple = next(self._plans, None)
+        if simple is None:
+            self.has_all = True
+        else:
+            self.found.append(simple)
 
 
 def _title(simple: Simple, where: Whereabouts) -> str:

@@ -133,6 +133,7 @@ class Search:
     def _search(self, openings: list[Opening]) -> None:
         """``openings``: takes in what is placed."""
         left = self._left = self._meshes()
+        self._rivals.keep_time(len(left))
         is_first = self.space.simple and self.space.worth_s == float("inf")
         if is_first and self.clock.limit_s < SCOUTED * self.clock.longest_s(SCOUT):
             self._rivals.begin(left)

@@ -7,13 +7,17 @@ are audited too, as far as they obey the user's constraints and their parts do n
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from shardwright.compiler.cost.operators import op_time
+from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ops.strategy import Assignment, Strategy, factor_axes
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.outputs import drop_outputs
 from shardwright.compiler.passes.stages import from_nothing
@@ -32,10 +36,10 @@ from shardwright.policies.autodist.placement.constraints import Constraints, con
 from shardwright.policies.autodist.space import Space
 from shardwright.policies.autodist.stages.blocks import operator_times
 from shardwright.policies.autodist.stages.walk import Setting, Walk
-from shardwright.policies.choice import choose_dims, choose_pair
+from shardwright.policies.choice import Chooser
 from shardwright.policies.data import batch_classes
 from shardwright.policies.partition import Balance
-from shardwright.policies.splits import split_dims
+from shardwright.policies.splits import split_dims, split_of
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
@@ -85,38 +89,74 @@ def simple_plans(
     """
     rules = rules or Rules(graph, setting.config)
     config = setting.config
-    for placement in _placements(rules, mesh, space.constraints(mesh)):
-        if _takes(placement, rules, setting) >= num_positions * below_s:
+    ranks = position_ranks(mesh, num_positions, pp_place)
+    cuts = list(_cuts(rules, paces, num_positions, space))
+    for way in rules.ways(mesh):
+        left = _below(cuts, rules.alone_s(mesh, way, setting), setting, below_s)
+        placement = _placement(graph, way, space.constraints(mesh)) if left else None
+        if placement is None:
             continue
         plan = replace(placement, zero=units_of_storage(config), outputs=output_wishes(graph, config))
         plan = replace(plan, recompute=tuple(space.recompute or ()))
         walk = Walk(lower(graph, plan), setting)
         times = list(operator_times(walk).values())
-        work_s = space.num_microbatches * sum(times)
-        if SIMPLE_SLACK * work_s >= num_positions * below_s:
+        for cut in _below(left, times, setting, below_s):
+            least_s, in_flight, cut_plan = space.num_microbatches * sum(times), [1], plan
+            if cut.pace.schedule:
+                schedule = generate(cut.pace.schedule, num_positions, space.num_microbatches, cut.pace.chunks)
+                splits = SCHEDULES[cut.pace.schedule].splits_backward and not space.recompute and not walk.regions
+                least_s = _least_s(walk, times, schedule, cut.spans, ranks, splits=splits)
+                in_flight = list(peak_in_flight(schedule))
+                cut_plan = staged(plan, cut.starts, num_positions, cut.pace, space.num_microbatches, pp_place)
+            least_s += _once_s(walk, cut.placement, cut.spans)
+            yield Simple(cut_plan, plan, cut.pace, least_s, partial(_least_bytes, walk, in_flight, cut.placement, cut.spans))
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The stages of a schedule: the position that runs each, the first operators of all but the first, and their places."""
+
+    pace: Pace
+    placement: Sequence[int]
+    starts: Sequence[str]
+    spans: Sequence[range]
+
+    def busiest_s(self, seconds: Sequence[float], setting: Setting) -> float:
+        """What all microbatches take on the position that has most to do, where operators take so many ``seconds``: at most as
+        long as the schedule.
+        """
+        positions = dict.fromkeys(self.placement, 0.0)
+        for position, own in zip(self.placement, self.spans, strict=True):
+            positions[position] += sum(seconds[own.start : own.stop])
+        sharing = setting.hardware.device.sharing
+        fastest = 1.0 if sharing is None else sharing.speed(1)  # of a position, while others wait
+        each_s = max(sum(positions.values()) / len(positions), max(positions.values()) / fastest)
+        return setting.num_microbatches * each_s
+
+
+def _cuts(rules: Rules, paces: Sequence[Pace], num_positions: int, space: Space) -> Iterator[_Cut]:
+    """The stages of each schedule, but for those that have more than there are places to cut."""
+    for pace in paces:
+        if not pace.schedule:
+            yield _Cut(pace, [0], [], [range(len(rules.needed.ops))])
             continue
-        for pace in paces:
-            if not pace.schedule:
-                whole = [range(len(graph.ops))]
-                yield Simple(plan, plan, pace, work_s + _once_s(walk, [0], whole), partial(_least_bytes, walk, [1], [0], whole))
-                continue
-            schedule = generate(pace.schedule, num_positions, space.num_microbatches, pace.chunks)
-            key = tuple(schedule.placement)
-            try:
-                starts = space.stage_starts or rules.balance.starts(key)
-            except PlanError:
-                continue  # fewer places to cut than stages
-            ranks = position_ranks(placement.mesh, num_positions, pp_place)
-            splits = SCHEDULES[pace.schedule].splits_backward and not space.recompute and not walk.regions
-            spans = _spans(walk, starts)
-            least_s = _least_s(walk, times, schedule, spans, ranks, splits=splits)
-            yield Simple(
-                staged(plan, starts, num_positions, pace, space.num_microbatches, pp_place),
-                plan,
-                pace,
-                least_s + _once_s(walk, schedule.placement, spans),
-                partial(_least_bytes, walk, peak_in_flight(schedule), schedule.placement, spans),
-            )
+        placement = SCHEDULES[pace.schedule].placement(num_positions, pace.chunks)
+        with contextlib.suppress(PlanError):
+            starts = space.stage_starts or rules.balance.starts(placement)
+            yield _Cut(pace, placement, starts, _spans(rules.needed, starts))
+
+
+def _below(cuts: Sequence[_Cut], seconds: Sequence[float], setting: Setting, below_s: float) -> list[_Cut]:
+    """Those of which a plan may be better."""
+    return [cut for cut in cuts if SIMPLE_SLACK * cut.busiest_s(seconds, setting) < below_s]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to use the axes of a mesh: what they split, by operator, and the plan, whose making takes longer."""
+
+    splits: Mapping[str, Assignment]
+    plan: Callable[[], Plan]
 
 
 class Rules:
@@ -124,19 +164,46 @@ class Rules:
 
     def __init__(self, graph: PlannableGraph, config: ComputeConfig) -> None:
         self.graph, self._config = graph, config
-        self._along: dict[tuple[str, int], Plan] = {}
+        self._choosers: dict[int, Chooser] = {}
+        self._plans_along: dict[tuple[str, int], Plan] = {}
+        self._splits_along: dict[tuple[frozenset[int], int], dict[str, Strategy]] = {}
 
     @cached_property
-    def counted(self) -> Sequence[IROp]:
-        """The operators whose time counts: those that are needed, but for what every stage makes for itself."""
-        graph = drop_outputs(self.graph, output_wishes(self.graph, self._config))
-        free = from_nothing(graph)
-        return [op for op in graph.ops if op.name not in free]
+    def needed(self) -> IRGraph:
+        """The graph of what programs compute."""
+        return drop_outputs(self.graph, output_wishes(self.graph, self._config))
 
     @cached_property
     def balance(self) -> Balance:
         """Where stages begin."""
         return Balance(self.graph)
+
+    @cached_property
+    def _counted(self) -> Sequence[IROp | None]:
+        """By place, the operators whose time counts: not those that every stage makes for itself."""
+        free = from_nothing(self.needed)
+        return [None if op.name in free else op for op in self.needed.ops]
+
+    def alone_s(self, mesh: Mesh, way: Way, setting: Setting) -> list[float]:
+        """By place, the seconds of the operators alone: less than with adapters between them. What is not split takes as long
+        with any other strategy.
+        """
+        hardware, times, ranks = setting.hardware, setting.times, setting.ranks
+
+        def total_s(op: IROp) -> float:
+            return op_time(op, way.splits.get(op.name, {}), mesh, hardware, times, ranks=ranks).total_s
+
+        return [0.0 if op is None else total_s(op) for op in self._counted]
+
+    def ways(self, mesh: Mesh) -> Iterator[Way]:
+        """All there are, of the whole model. A plan raises :class:`PlanError` if an axis cannot split what it is for."""
+        named: dict[int, list[tuple[str, ...]]] = {0: [()], 1: [("batch",), ("inner",)], 2: [("batch", "inner")]}
+        for rules in named.get(len(mesh.axes), []):
+            with contextlib.suppress(PlanError):  # no batch
+                classes = [self._classes(rule, size) for rule, (_, size) in zip(rules, mesh.axes, strict=True)]
+                yield Way(self._splits(mesh, classes, one_by_one=True), partial(self.plan, mesh, rules))
+        if len(mesh.axes) == 2 and (pair := self._pair_classes(mesh)) is not None:
+            yield Way(self._splits(mesh, pair, one_by_one=False), partial(self._pair, mesh, pair))
 
     def plan(self, mesh: Mesh, way: Sequence[str]) -> Plan:
         """The whole model, where axes of a mesh split the batch or the inner dims. Raises :class:`PlanError` if one cannot."""
@@ -148,11 +215,8 @@ class Rules:
             notes += [replace(note, axis=axis) for note in along.notes]
         return replace(builder.plan("autodist"), notes=tuple(notes))
 
-    def pair(self, mesh: Mesh) -> Plan | None:
-        """The same where both axes split inner dims; ``None`` where no dim is too short for one axis."""
-        classes = choose_pair(self.graph, *(size for _, size in mesh.axes))
-        if classes is None:
-            return None
+    def _pair(self, mesh: Mesh, classes: Sequence[set[int]]) -> Plan:
+        """The same where both axes split inner dims."""
         builder = self.graph.builder(mesh=dict(mesh.axes))
         for axis, own in zip(mesh.names, classes, strict=True):
             split_dims(builder, axis, own)
@@ -160,35 +224,64 @@ class Rules:
 
     def _plan_along(self, rule: str, size: int) -> Plan:
         """On a mesh of one axis."""
-        if (rule, size) not in self._along:
+        if (rule, size) not in self._plans_along:
             builder = self.graph.builder(mesh={AXIS: size})
-            split_dims(builder, AXIS, batch_classes(self.graph) if rule == "batch" else choose_dims(self.graph, size))
-            self._along[rule, size] = builder.plan("autodist")
-        return self._along[rule, size]
+            split_dims(builder, AXIS, self._classes(rule, size))
+            self._plans_along[rule, size] = builder.plan("autodist")
+        return self._plans_along[rule, size]
+
+    def _classes(self, rule: str, size: int) -> set[int]:
+        """The dim classes that a rule splits over so many ranks."""
+        return batch_classes(self.graph) if rule == "batch" else self._chooser(size).choose(size).classes
+
+    def _pair_classes(self, mesh: Mesh) -> list[set[int]] | None:
+        """The inner dim classes of both axes; ``None`` where no dim is too short for one axis."""
+        chooser, outer = self._chooser(mesh.size), mesh.axes[0][1]
+        return [axis.classes for axis in chooser.pair(outer)] if chooser.is_short() else None
+
+    def _chooser(self, num_ranks: int) -> Chooser:
+        if num_ranks not in self._choosers:
+            self._choosers[num_ranks] = Chooser(self.graph, num_ranks)
+        return self._choosers[num_ranks]
+
+    def _splits(self, mesh: Mesh, classes: Sequence[set[int]], *, one_by_one: bool) -> dict[str, dict[str, Strategy]]:
+        """What axes split that are given these classes, ``one_by_one`` or each as what the one before it has left."""
+        found: dict[str, dict[str, Strategy]] = {}
+        for (axis, size), own in zip(mesh.axes, classes, strict=True):
+            along = self._split_along(own, size) if one_by_one or not found else self._split_within(own, size, found, mesh)
+            for name, strategy in along.items():
+                found.setdefault(name, {})[axis] = strategy
+        return found
+
+    def _split_along(self, classes: set[int], size: int) -> dict[str, Strategy]:
+        key = frozenset(classes), size
+        if key not in self._splits_along:
+            self._splits_along[key] = self._split_within(classes, size, {}, Mesh(()))
+        return self._splits_along[key]
+
+    def _split_within(self, classes: set[int], size: int, before: Mapping[str, Assignment], mesh: Mesh) -> dict[str, Strategy]:
+        found: dict[str, Strategy] = {}
+        for op in self.needed.ops:
+            axes = factor_axes(before.get(op.name, {}), mesh)
+            cut = {factor: math.prod(map(mesh.axis_size, names)) for factor, names in axes.items()}
+            split = split_of(op, self.graph, classes, size, cut)
+            if split is not None:
+                found[op.name] = split
+        return found
 
 
-def _takes(plan: Plan, rules: Rules, setting: Setting) -> float:
-    """Seconds that the operators of a plan take alone, with the slack: less than with adapters between them."""
-    hardware, times, ranks = setting.hardware, setting.times, setting.ranks
-    calls = ((op, plan.assignment(op.name)) for op in rules.counted)
-    each_s = sum(op_time(op, assignment, plan.mesh, hardware, times, ranks=ranks).total_s for op, assignment in calls)
-    return SIMPLE_SLACK * setting.num_microbatches * each_s
-
-
-def _placements(rules: Rules, mesh: Mesh, constraints: Constraints) -> Iterator[Plan]:
-    """Of the whole model, with axes called after what they split, but for those that have a name."""
-    graph, num_axes = rules.graph, len(mesh.axes)
-    several: dict[int, list[tuple[str, ...]]] = {0: [()], 1: [("batch",), ("inner",)], 2: [("batch", "inner")]}
-    ways: list[Callable[[], Plan | None]] = [partial(rules.plan, mesh, way) for way in several.get(num_axes, [])]
-    ways += [partial(rules.pair, mesh)] if num_axes == 2 else []
-    for make in ways:
-        try:
-            plan = make()
-        except PlanError:
-            continue  # no batch, or nothing to split into so many
-        obeying = None if plan is None else constrained(plan, graph, constraints)
-        if obeying is not None:
-            yield named(obeying, split_dim_names(graph, obeying), kept=set(mesh.names) - set(AXIS_NAMES))
+def _placement(graph: PlannableGraph, way: Way, constraints: Constraints) -> Plan | None:
+    """The plan of a way, if the axes can split what they are for, and it obeys the constraints: with axes called after what
+    they split, but for those that have a name.
+    """
+    try:
+        plan = way.plan()
+    except PlanError:
+        return None
+    obeying = constrained(plan, graph, constraints)
+    if obeying is None:
+        return None
+    return named(obeying, split_dim_names(graph, obeying), kept=set(plan.mesh.names) - set(AXIS_NAMES))
 
 
 def _least_s(
@@ -213,11 +306,10 @@ def _least_s(
     return simulate(schedule, times, machines=machines).makespan_s
 
 
-def _spans(walk: Walk, starts: Sequence[str]) -> list[range]:
+def _spans(graph: IRGraph, starts: Sequence[str]) -> list[range]:
     """The places of every stage."""
-    ops = walk.program.graph.ops
-    place = {op.name: index for index, op in enumerate(ops)}
-    return [range(*pair) for pair in itertools.pairwise([0, *(place[name] for name in starts), len(ops)])]
+    place = {op.name: index for index, op in enumerate(graph.ops)}
+    return [range(*pair) for pair in itertools.pairwise([0, *(place[name] for name in starts), len(graph.ops)])]
 
 
 def _once_s(walk: Walk, placement: Sequence[int], spans: Sequence[range]) -> float:

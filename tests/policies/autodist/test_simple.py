@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +13,9 @@ import plans
 import pytest
 from planning import slow_machine
 
+from shardwright.compiler.cost.operators import op_time
 from shardwright.compiler.cost.plan_cost import PlanCost
+from shardwright.compiler.passes.stages import from_nothing
 from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.schedule.generate import SCHEDULES
@@ -25,11 +29,12 @@ from shardwright.policies.autodist.placement.constraints import Constraints
 from shardwright.policies.autodist.policy import certificate, search
 from shardwright.policies.autodist.rivals import Rivals
 from shardwright.policies.autodist.search import Search
-from shardwright.policies.autodist.simple import Rules, simple_plans
+from shardwright.policies.autodist.simple import SIMPLE_SLACK, Rules, Simple, simple_plans
 from shardwright.policies.autodist.space import Placed, Space, Wish
 from shardwright.policies.autodist.stages.walk import Setting
 from shardwright.policies.registry import find_policy
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
 
 NUM_MICROBATCHES = 4
@@ -154,6 +159,20 @@ def test_where_there_was_no_time_for_the_simple_policies_is_said() -> None:
     assert "there was no time to compare it with those on pp=2 x x=2, " in few
 
 
+def test_a_mesh_whose_plans_are_not_all_made_goes_on_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as there is any time, however little is dealt out at once."""
+    search, found = searched(simple=True)
+    assert found.best is not None
+    rivals = Rivals(search.bench, search.audited)
+    found.audited.clear()
+    monkeypatch.setattr(Clock, "spent", lambda clock, more_s=0.0: 2.0)
+    monkeypatch.setattr(Rivals, "_has_time", lambda rivals, *kinds: True)
+    left = [(number, mesh, 0) for number in divisors(4) for mesh in meshes(4 // number)]
+    rivals.run([], left)
+    assert rivals._compared == set(left) and search.found.best is not None
+    assert search.found.best.step_s <= min(cost.step_s for cost in costs(search))
+
+
 def test_where_time_is_short_a_simple_plan_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """As soon as its limit is short for what it takes to find out which is likely the best: then before all placements."""
     monkeypatch.setattr(outer_search, "SHORT", math.inf)
@@ -236,15 +255,16 @@ def test_where_time_is_short_no_time_goes_to_a_plan_that_likely_does_not_fit(mon
     monkeypatch.setattr(outer_search, "SCOUTED", math.inf)
     monkeypatch.setattr(Placings, "longest_s", lambda clock, kind: 1.0)
     audits: list[int] = []
+    listed: list[Simple] = []
     begin = Rivals.begin
 
     def begun(rivals: Rivals, left: Sequence[Whereabouts]) -> None:
         begin(rivals, left)
         audits.append(len(rivals._tried))
+        listed.extend(simple for listing in rivals._listings.values() for simple in listing.found)
 
     monkeypatch.setattr(Rivals, "begin", begun)
-    rivals = in_time(1e9)[0]._rivals
-    listed = [simple for plans in rivals._begun.values() for simple in plans]
+    in_time(1e9)
     least = min(listed, key=lambda simple: simple.least_bytes(gradients=True))
     between = (least.least_bytes() + least.least_bytes(gradients=True)) / 2
     in_time(1e9, memory_bytes=between)
@@ -267,3 +287,43 @@ def test_the_rules_give_on_two_axes_what_policies_give() -> None:
     rules = Rules(plans.zoo_graph("gpt2"), config)
     notes = rules.plan(Mesh((("tp", 64),)), ("inner",)).notes  # why something is not split among so many
     assert notes and {note.axis for note in notes} == {"tp"}
+
+
+@pytest.mark.parametrize("name", ["mlp", "llama", "gpt2-uneven", "t5-uneven"])
+def test_operators_alone_take_as_long_as_in_the_plan(name: str) -> None:
+    """Before a plan is made, it is known what its operators take."""
+    graph = plans.zoo_graph(name)
+    config, hardware = ComputeConfig(plan_ngpus=8, runtime_ngpus=8), slow_machine(8)
+    rules = Rules(graph, config)
+    num_ways = 0
+    for mesh in (*meshes(4), *meshes(8)):
+        setting = Setting(hardware, config, tuple(range(mesh.size)))
+        for way in rules.ways(mesh):
+            with contextlib.suppress(PlanError):
+                plan, num_ways = way.plan(), num_ways + 1
+                known = dict(zip((op.name for op in rules.needed.ops), rules.alone_s(mesh, way, setting), strict=True))
+                free = from_nothing(rules.needed)
+                for op in rules.needed.ops:
+                    seconds = op_time(op, plan.assignment(op.name), mesh, hardware).total_s
+                    assert known[op.name] == (0.0 if op.name in free else seconds), (mesh, op)
+    assert num_ways > 2
+
+
+@pytest.mark.parametrize("below", [0.5, 0.9, 1.0])
+def test_only_plans_that_cannot_be_better_are_not_made(below: float) -> None:
+    """Neither of a placement whose stages take too long, nor in a schedule whose stages do."""
+    graph, hardware = plans.zoo_graph("mlp"), slow_machine(4, bytes_per_s=1e9)
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=4, use_end2end=True, outputs="loss")
+    space = Space(meshes={}, num_microbatches=NUM_MICROBATCHES)
+    paces = [Pace(name, SCHEDULES[name].min_chunks) for name in ("1f1b", "gpipe", "zb_h1", "zb_v")]
+    num_left_out = 0
+    for number in divisors(4):
+        for mesh in meshes(4 // number):
+            setting = Setting(hardware, config, position_ranks(mesh, number)[0], num_microbatches=NUM_MICROBATCHES)
+            own = paces if number > 1 else [Pace("", 1)]
+            every = {str(s.plan): s.least_s for s in simple_plans(graph, mesh, own, number, 0, space, setting)}
+            limit_s = below * statistics.median(every.values())
+            some = {str(s.plan) for s in simple_plans(graph, mesh, own, number, 0, space, setting, below_s=limit_s)}
+            assert some >= {plan for plan, least_s in every.items() if SIMPLE_SLACK * least_s < limit_s}
+            num_left_out += len(every) - len(some)
+    assert num_left_out > 0

@@ -25,14 +25,16 @@ from typing import Any
 
 import torch
 
+from shardwright.compiler.locks import WRITE_HINT
 from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.plan_file import check_plan_file
 from shardwright.compiler.weights import Tensors
 from shardwright.runtime.checkpoint.tensor_files import digest_tensors, write_tensors
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import ConfigError, LoadError
+from shardwright.runtime.errors import ConfigError, LoadError, PlanError
 from shardwright.runtime.manifest import MANIFEST_FILE, Manifest, code_file, read_file, sha256
 from shardwright.runtime.module.weights import CONSTANTS_FILE, WEIGHTS_FILE
-from shardwright.runtime.swap import recover_folder, write_folder
+from shardwright.runtime.swap import recover_folder, write_folder, writing
 
 PLAN_FILE = "plan.json"
 
@@ -62,13 +64,13 @@ def _module_name(cls: type[Any]) -> str:
 def read_plan(directory: Path) -> Plan:
     """The plan of a directory. Raises :class:`LoadError` if it is missing or damaged."""
     try:
-        return Plan.from_json(json.loads(read_file(directory, PLAN_FILE)))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LoadError(
-            f"{directory / PLAN_FILE} is damaged",
-            why=f"{type(error).__name__}: {error}",
-            hint="compile again with reuse='override'",
-        ) from error
+        data = json.loads(read_file(directory, PLAN_FILE))
+        check_plan_file(data)
+    except ValueError as error:
+        why = error.what if isinstance(error, PlanError) else str(error)
+        hint = "compile again with reuse='override'"
+        raise LoadError(f"{directory / PLAN_FILE} is damaged", why=why, hint=hint) from error
+    return Plan.from_json(data)
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ def weights_match(stored: Stored, tensors: Mapping[str, Tensors]) -> bool:
 def replacing(stored: Stored) -> Iterator[Path]:
     """A fresh folder that takes the place of the directory when the block ends well. Files that are not ours move along."""
     directory = stored.directory
-    with write_folder(directory) as fresh:
+    with writing("generated files", directory, WRITE_HINT), write_folder(directory) as fresh:
         yield fresh
         ours = {MANIFEST_FILE, PLAN_FILE, WEIGHTS_FILE, CONSTANTS_FILE, *(stored.manifest.files if stored.manifest else ())}
         for path in sorted(directory.iterdir()) if directory.exists() else ():

@@ -38,7 +38,7 @@ from shardwright.compiler.trace import trace
 from shardwright.policies.saved import read_plan_file
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
-from shardwright.runtime.swap import write_file
+from shardwright.runtime.swap import check_target, write_file
 
 
 def _traced(options: argparse.Namespace, config: ComputeConfig) -> IRGraph:
@@ -59,6 +59,8 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> int:
+    if options.html is not None:
+        check_target(options.html, "--html", "plan.html")
     policy, config = read_plan_request(options)
     machine, config = on_machine(options, policy, config)
     hardware = load_hardware(machine, config.runtime_ngpus)
@@ -101,6 +103,9 @@ def _profile(options: argparse.Namespace) -> int:
             why="times are kept beside the file of the machine they were measured on",
             hint="shardwright calibrate --out laptop.json writes one",
         )
+    check_target(file, "the file of times")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("there is no CUDA device to measure", hint="--device cpu")
     policy, config = read_plan_request(options)
     load_hardware(options.hardware, config.runtime_ngpus)  # refused before anything is measured
     program = compile_graph(_traced(options, config), policy.apply, config, policy_name=policy.name).program

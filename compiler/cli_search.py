@@ -31,15 +31,17 @@ from shardwright.policies.autodist.explain import (
     Choice,
     Explanation,
     Request,
+    check_operator,
     explain_module,
     explain_operator,
     factor_dims,
+    operators_of,
 )
 from shardwright.policies.autodist.found import Candidate, Found
 from shardwright.policies.autodist.policy import save
-from shardwright.policies.autodist.what_if import against, levers, side_by_side
+from shardwright.policies.autodist.what_if import against, levers, options_on, side_by_side
 from shardwright.runtime.errors import ConfigError
-from shardwright.runtime.swap import write_file
+from shardwright.runtime.swap import check_target, write_file
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +65,7 @@ def _add_batch(parser: argparse.ArgumentParser) -> None:
 
 
 def _asked(options: argparse.Namespace) -> PlanSearch:
-    """What a search is asked for on a command line."""
+    """What a search is asked for on a command line, checked before it takes its time."""
     source, dummy_args = load_model(options.target, options.args)
     policy, config = read_plan_request(options)
     _, config = on_machine(options, policy, config)
@@ -93,6 +95,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
 
 def _explain(options: argparse.Namespace) -> int:
     asked = _asked(options)
+    _check_asked(asked, options)
     found = asked.run()
     console = make_console()
     searched = asked.settled(found)
@@ -112,6 +115,20 @@ def _explain(options: argparse.Namespace) -> int:
         console.print(str(found.best.cost), soft_wrap=True)
         console.print(choice_table("What would help, on this mesh and schedule", levers(request)))
     return 0
+
+
+def _check_asked(asked: PlanSearch, options: argparse.Namespace) -> None:
+    """Refuse what cannot be explained before the search, which takes its time."""
+    if options.most < 1:
+        raise ConfigError(f"--most {options.most} leaves no choice to show", hint="show at least one")
+    sizes = None if options.against is None else read_sizes(options.against)
+    for variant in asked.variants.listed[-1:]:  # their operators have the same names, and their ranks are as many
+        if options.op is not None:
+            check_operator(variant.graph, options.op)
+        if options.module is not None:
+            operators_of(variant.graph, options.module)
+        if sizes is not None:
+            options_on(variant.graph, variant.config, asked.options_for(variant), sizes)
 
 
 def _print_choices(console: Console, title: str, told: Explanation) -> None:
@@ -175,6 +192,10 @@ def read_batch_dims(text: str) -> dict[str, int]:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    if options.out is not None:
+        check_target(options.out, "--out")
+    if options.html is not None:
+        check_target(options.html, "--html", "plan.html")
     asked = _asked(options)
     found = asked.run()
     console = make_console()

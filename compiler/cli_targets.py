@@ -77,7 +77,10 @@ def load_model(target: str, args_target: str | None) -> tuple[ModuleSource, Mapp
 
 
 def read_settings(settings: Sequence[str]) -> dict[str, Any]:
-    """``["seed=3", "pas_config.num_stages=2"]`` as nested dicts. A value is read as JSON, and is a string if it is none."""
+    """``["seed=3", "pas_config.num_stages=2"]`` as nested dicts. A value is read as JSON, and is a string if it is none.
+
+    Raises :class:`ConfigError` for what is no setting, and for what begins like an object or a list and is none.
+    """
     result: dict[str, Any] = {}
     for setting in settings:
         path, separator, text = setting.partition("=")
@@ -89,12 +92,18 @@ def read_settings(settings: Sequence[str]) -> dict[str, Any]:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
                 raise ConfigError(f"{path!r} and {parent!r} are both set", hint="set one of them")
-        node[last] = _value(text)
+        node[last] = _value(path, text)
     return result
 
 
-def _value(text: str) -> Any:
+def _value(path: str, text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except ValueError as error:
+        if text.lstrip()[:1] in ("{", "["):
+            raise ConfigError(
+                f"the value of {path} is not JSON",
+                why=f"{error} of {text}",
+                hint="""names in double quotes, those of dims too: --set 'dynamic_dims={"x": {"0": "batch"}}'""",
+            ) from error
         return {"True": True, "False": False, "None": None}.get(text, text)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from shardwright.runtime.errors import InternalError, ShardwrightError
+from shardwright.runtime.swap import writing
 
 Before = TypeVar("Before", contravariant=True)
 After = TypeVar("After", covariant=True)
@@ -131,8 +132,9 @@ class PassManager:
             ) from error
 
     def _write(self, folder: Path, name: str, text: str) -> Path:
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self._num_dumped:02}-{name}.txt"
-        path.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+        with writing("dump", folder, "name a new folder, or one that takes files"):
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
         self._num_dumped += 1
         return path

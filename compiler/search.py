@@ -22,7 +22,7 @@ from shardwright.policies.autodist.batches import BATCH, batch_dims, batches
 from shardwright.policies.autodist.found import Found
 from shardwright.policies.autodist.options import AutodistOptions
 from shardwright.policies.autodist.policy import POLICY as AUTODIST
-from shardwright.policies.autodist.policy import options_of, save, search_variants, settled
+from shardwright.policies.autodist.policy import check_save, options_of, save, search_variants, settled
 from shardwright.policies.autodist.variants import Variant, Variants
 from shardwright.policies.policy import Policy, read_options
 from shardwright.runtime import structure
@@ -60,6 +60,7 @@ class PlanSearch:
                 why=f"the plan in {options.load_plan} would be used as it is, and nothing would be searched",
                 hint="leave it out, or compile with it: policy 'saved'",
             )
+        check_save(options)
         hardware = load_hardware(options.hardware, config.runtime_ngpus)
         with in_dtype(module, module_dtype):
             graphs = _graphs(module, dummy_args, config, options)

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from shardwright.runtime.errors import ConfigError
+
 
 def write_file(path: Path, data: bytes) -> None:
     """Replace the content of ``path`` atomically."""
@@ -22,6 +24,37 @@ def write_file(path: Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def check_target(path: Path, setting: str, example: str = "plan.json") -> None:
+    """Refuse a path that :func:`write_file` could not write, before the work whose result goes there. ``setting``: what names
+    it, such as ``--out``; ``example``: a file that it could name.
+
+    Raises :class:`ConfigError` if it is a folder, or its folder is not there or takes no files.
+    """
+    if path.is_dir():
+        raise ConfigError(f"{setting} {path} is a folder", hint=f"name a file, for example {path / example}")
+    temporary = _beside(path, "new")
+    try:
+        temporary.touch(exist_ok=False)
+        temporary.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"{setting} {path} cannot be written",
+            why=f"{path.parent}: {error.strerror}",
+            hint="make the folder, or name a file in another one",
+        ) from error
+
+
+@contextmanager
+def writing(what: str, path: Path, hint: str) -> Iterator[None]:
+    """Say in words why ``path`` cannot be written: the errors of the operating system become :class:`ConfigError`."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        why = reason if error.filename is None else f"{reason}: {error.filename}"
+        raise ConfigError(f"{what} cannot be written to {path}", why=why, hint=hint) from error
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from shardwright.compiler.cost.hardware import Hardware
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.report.plan_tables import new_table
 from shardwright.runtime.errors import ConfigError
-from shardwright.runtime.swap import write_file
+from shardwright.runtime.swap import check_target, write_file
 
 HELP = """Measure this machine and write it as a hardware file.
 
@@ -45,8 +45,7 @@ def run(options: argparse.Namespace) -> int:
     out: Path = options.out
     if out.suffix != ".json":
         raise ConfigError(f"--out {out} does not end in .json", why="the other commands know a hardware file by that")
-    if not out.parent.is_dir():
-        raise ConfigError(f"there is no folder {out.parent} to write {out.name} to")
+    check_target(out, "--out", "hardware.json")
     console = Console(markup=False, highlight=False)
     try:
         hardware = calibrate(options.device, options.ranks, quick=options.quick)

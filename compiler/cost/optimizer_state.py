@@ -113,6 +113,12 @@ def _found(text: str) -> MakeOptimizer:
     module_name, colon, name = target.strip().rpartition(":")
     module = torch.optim if not colon else _module(text, module_name)
     made = getattr(module, name, None)
+    if colon and made is not None and not callable(made):
+        raise ConfigError(
+            f"{text!r} names no optimizer",
+            why=f"it is a {type(made).__name__}",
+            hint="name a class, or a function that takes a list of parameters and returns an optimizer",
+        )
     if not callable(made) or (not colon and not _is_optimizer(made)):
         known = [n for n, item in vars(torch.optim).items() if _is_optimizer(item)] if not colon else list(vars(module))
         raise ConfigError(

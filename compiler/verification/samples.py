@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,8 +33,15 @@ def _wide(tensor: Tensor) -> Tensor:
 def model_in_float64(model: nn.Module) -> nn.Module:
     """A copy of the model in float64, tensors in plain attributes included: ``double()`` leaves those as they are.
 
-    Raises :class:`ConfigError` for complex parameters, which cannot be stored any wider.
+    Raises :class:`ConfigError` for complex parameters, which cannot be stored any wider, and for tensors without values.
     """
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta:
+            raise ConfigError(
+                f"the model has no values: {name} is on the meta device",
+                why="verify trains it, and compares numbers",
+                hint="make it on the CPU; with fewer and narrower layers if it is large: the same rules split it",
+            )
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise ConfigError(

@@ -26,6 +26,7 @@ from shardwright.compiler.verification.rounding import allow_rounding, repeated
 from shardwright.compiler.verification.samples import in_float64, model_in_float64, rolled
 from shardwright.policies.policy import PolicyFunction
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.manifest import Manifest
 
@@ -101,8 +102,10 @@ def verify(
     files go (default: a temporary folder). ``num_samples``: how many a step of an end2end module accumulates (default: two, or
     what its schedule says). The model is left as it was.
 
-    Raises what :func:`parallelize` raises.
+    Raises what :func:`parallelize` raises, and :class:`ConfigError` for a model without values, or less than a step.
     """
+    if steps < 1:
+        raise ConfigError(f"there is nothing to compare after {steps} steps", hint="compare at least one step")
     config = ComputeConfig.of(config)
     model = model_in_float64(model)
     dummy_args = in_float64(dummy_args)

@@ -131,15 +131,29 @@ class Request:
         return None if isinstance(found, Infeasible) else found
 
 
+def check_operator(graph: PlannableGraph, name: str) -> None:
+    """Raise :class:`PlanError` if a model has no such operator."""
+    ops = ops_of(graph)
+    if name not in ops:
+        raise PlanError(f"the model has no operator {name!r}", hint=suggestion(name, ops))
+
+
+def operators_of(graph: PlannableGraph, path: str) -> list[str]:
+    """The operators of a module, in order. Raises :class:`PlanError` if there are none."""
+    own = [op.name for op in graph.ops if op.module_path == path or op.module_path.startswith(f"{path}.")]
+    if not own:
+        paths = sorted({op.module_path for op in graph.ops if op.module_path})
+        raise PlanError(f"no operator belongs to module {path!r}", hint=suggestion(path, paths))
+    return own
+
+
 def explain_operator(request: Request, name: str, most: int = MOST) -> Explanation:
     """The ways to compute an operator on the mesh of its stage: those that promise most.
 
     Raises:
         PlanError: the model has no such operator.
     """
-    ops = ops_of(request.graph)
-    if name not in ops:
-        raise PlanError(f"the model has no operator {name!r}", hint=suggestion(name, ops))
+    check_operator(request.graph, name)
     fastest, planned = _free(request, name), _planned(request, name)
     others = [
         _Other(found.name, found.cost_s, functools.partial(plan_of, fastest.request, fastest.formulation, found.choice))
@@ -156,7 +170,7 @@ def explain_module(request: Request, path: str, most: int = MOST) -> Explanation
     Raises:
         PlanError: no operator belongs to such a module.
     """
-    own = _operators_of(request.graph, path)
+    own = operators_of(request.graph, path)
     names = [name for name in own if request.placed_at(name) == request.placed_at(own[0])]
     fastest, dims = _free(request, names[0]), request.graph.dims
     assert dims is not None
@@ -284,12 +298,3 @@ def _planned(request: Request, name: str) -> str:
     """What the plan does with an operator, in words."""
     assignment = request.best.plan.strategies.get(name, {})
     return in_words({axis: assignment[axis] for axis in request.mesh(name).names if assignment.get(axis, "R") != "R"})
-
-
-def _operators_of(graph: PlannableGraph, path: str) -> list[str]:
-    """The operators of a module, in order. Raises :class:`PlanError` if there are none."""
-    own = [op.name for op in graph.ops if op.module_path == path or op.module_path.startswith(f"{path}.")]
-    if not own:
-        paths = sorted({op.module_path for op in graph.ops if op.module_path})
-        raise PlanError(f"no operator belongs to module {path!r}", hint=suggestion(path, paths))
-    return own

@@ -34,7 +34,7 @@ from shardwright.policies.saved import SavedOptions, load_plan
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, PlanError, on_lines
 from shardwright.runtime.layout import Mesh
-from shardwright.runtime.swap import write_file
+from shardwright.runtime.swap import check_target, write_file
 
 
 def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
@@ -42,6 +42,7 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
     options = read_options(AutodistOptions, config.pas_config, policy="autodist")
     if options.load_plan is not None:
         return load_plan(SavedOptions(load_plan=options.load_plan, num_microbatches=options.num_microbatches), graph, config)
+    check_save(options)
     hardware = load_hardware(options.hardware, config.runtime_ngpus)
     batch = None
     if options.global_batch is not None:
@@ -62,6 +63,12 @@ def save(options: AutodistOptions, plan: Plan) -> None:
     """Write the plan where the options want it."""
     if options.save_plan is not None:
         write_file(Path(options.save_plan), plan.dumps().encode())
+
+
+def check_save(options: AutodistOptions) -> None:
+    """Refuse a place that the plan cannot be written to, before it is searched for. Raises :class:`ConfigError`."""
+    if options.save_plan is not None:
+        check_target(Path(options.save_plan), "save_plan")
 
 
 def settled(found: Found, config: ComputeConfig, hardware: Hardware) -> Plan:

@@ -15,9 +15,10 @@ from shardwright.policies.autodist.candidates import ROLES, role_of
 from shardwright.policies.autodist.degrees import forbidden
 from shardwright.policies.autodist.explain import GIGABYTE, TIE, Choice, Request
 from shardwright.policies.autodist.found import Candidate
-from shardwright.policies.autodist.options import AutodistOptions
+from shardwright.policies.autodist.options import AutodistOptions, check_options, check_pipeline
 from shardwright.policies.autodist.policy import search
 from shardwright.policies.autodist.words import refusals
+from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError, on_lines
 from shardwright.runtime.layout import Mesh
 
@@ -60,21 +61,37 @@ def against(request: Request, sizes: Mapping[str, int]) -> Candidate:
 
     Raises:
         PlanError: nothing fits there, with the reasons.
+        ConfigError, PlanError: what :func:`options_on` raises.
     """
-    inner = {axis: size for axis, size in sizes.items() if axis != "pp"}
-    positions = sizes.get("pp", 1)
-    if Mesh.of(sizes).size != request.config.plan_ngpus:
-        raise PlanError(
-            f"the mesh {Mesh.of(sizes)} has {Mesh.of(sizes).size} ranks",
-            why=f"plan_ngpus={request.config.plan_ngpus}",
-            hint="make the product of the sizes equal to plan_ngpus",
-        )
-    forbid = _by_role(request.graph, tuple(inner), request.options.forbid)
-    options = replace(request.options, mesh=inner, degrees={}, num_stages=positions, forbid=forbid)
+    options = options_on(request.graph, request.config, request.options, sizes)
     found = search(request.graph, request.config, options, request.hardware)
     if found.best is None:
         raise PlanError(f"nothing fits on the mesh {Mesh.of(sizes)}", why=on_lines(refusals(found)) or None)
     return found.best
+
+
+def options_on(
+    graph: PlannableGraph, config: ComputeConfig, options: AutodistOptions, sizes: Mapping[str, int]
+) -> AutodistOptions:
+    """Options of a search on the mesh that :func:`against` is given, and on no other.
+
+    Raises:
+        PlanError: the mesh has not as many ranks as the plan.
+        ConfigError: the other options do not allow it, a pipeline without a number of microbatches for example.
+    """
+    mesh = Mesh.of(sizes)
+    if mesh.size != config.plan_ngpus:
+        raise PlanError(
+            f"the mesh {mesh} has {mesh.size} ranks",
+            why=f"plan_ngpus={config.plan_ngpus}",
+            hint="make the product of the sizes equal to plan_ngpus",
+        )
+    inner = {axis: size for axis, size in sizes.items() if axis != "pp"}
+    forbid = _by_role(graph, tuple(inner), options.forbid)
+    found = replace(options, mesh=inner, degrees={}, num_stages=sizes.get("pp", 1), forbid=forbid)
+    check_options(config, found)
+    check_pipeline(config, found)
+    return found
 
 
 def _by_role(graph: PlannableGraph, axes: tuple[str, ...], given: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:

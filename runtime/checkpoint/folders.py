@@ -81,7 +81,7 @@ def find_folder(directory: Path) -> Path:
         return directory
     try:
         name = (directory / LATEST_FILE).read_text(errors="replace").strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"there is no checkpoint in {directory}",
             why=f"it has neither {LATEST_FILE} nor {INDEX_FILE}",

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+RATE = 1e-3
+
 
 class _OneByOne(torch.optim.Optimizer):
     """Updates one parameter after the other."""

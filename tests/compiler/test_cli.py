@@ -1,15 +1,18 @@
 """The command line: what it prints, its exit codes, its errors in words."""
 
+import errno
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import filelock
 import pytest
 import torch
 from api_jobs import X, config, net
 
 import shardwright
+from shardwright.compiler import cache
 from shardwright.compiler.api import parallelize
 from shardwright.compiler.cli import main
 from shardwright.compiler.cli_targets import load_model, load_target, read_settings
@@ -38,6 +41,10 @@ def scalar():
 
 def only_a_module():
     return net()
+
+
+def without_values():
+    return net().to("meta"), {"x": X}
 
 
 EXAMPLE = {"x": X.float()}
@@ -231,6 +238,75 @@ def test_errors_are_words_without_a_traceback(run, folder):
         main(["compile", "my_models:broken", "--policy", "tp", "--plan-ngpus", "2", "--debug"])
 
 
+def test_what_cannot_be_written_is_said_in_words(run, folder):
+    (folder / "file").write_text("mine")
+    command = "compile my_models:make --policy tp --plan-ngpus 2"
+    directory = folder / "file/_parallel_modules/api_jobs/Net/_"
+    assert run(f"{command} --gen-savedir file", 1) == (
+        f"error: generated files cannot be written to {directory}\n"
+        f"  why:   Not a directory: {directory.parent}\n"
+        "  try:   another gen_savedir (--gen-savedir), or room and permission to write there\n"
+    )
+    assert run(f"{command} --dump file", 1) == (
+        "error: dump cannot be written to file\n"
+        "  why:   File exists: file\n"
+        "  try:   name a new folder, or one that takes files\n"
+    )
+    assert (folder / "file").read_text() == "mine"
+
+
+def test_a_full_disk_leaves_what_was_there(run, monkeypatch):
+    run("compile my_models:make --policy tp --plan-ngpus 2")
+    before = {path.name: path.read_bytes() for path in Path(NET).iterdir()}
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cache, "write_tensors", full)
+        shown = run("compile my_models:make --policy data --plan-ngpus 2 --reuse override", 1)
+    assert shown == (
+        f"error: generated files cannot be written to {Path(NET).absolute()}\n"
+        "  why:   No space left on device\n"
+        "  try:   another gen_savedir (--gen-savedir), or room and permission to write there\n"
+    )
+    assert {path.name: path.read_bytes() for path in Path(NET).iterdir()} == before
+
+
+def test_files_in_a_place_that_takes_none_are_found(run, monkeypatch):
+    command = "compile my_models:make --policy tp --plan-ngpus 2"
+    run(command)
+
+    def refused(self, *_, **__):
+        raise OSError(errno.EROFS, "Read-only file system", self.lock_file)
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", refused)
+    assert run(command).startswith("found, nothing changed: Net")
+    shown = run(f"{command} --instance-name other", 1)
+    assert shown.startswith("error: generated files cannot be written to ") and "Read-only file system" in shown
+
+
+def test_a_plan_that_is_none_is_named(run):
+    run("compile my_models:make --policy tp --plan-ngpus 2")
+    Path(NET, "plan.json").write_text("[]")
+    assert run(f"inspect {NET}", 1) == (
+        f"error: {NET}/plan.json is damaged\n"
+        "  why:   the file holds list, not an object\n"
+        "  try:   compile again with reuse='override'\n"
+    )
+
+
+def test_verify_needs_values_and_steps(run):
+    assert run("verify my_models:without_values --policy tp --plan-ngpus 2", 1) == (
+        "error: the model has no values: up.weight is on the meta device\n"
+        "  why:   verify trains it, and compares numbers\n"
+        "  try:   make it on the CPU; with fewer and narrower layers if it is large: the same rules split it\n"
+    )
+    assert run("verify my_models:make --policy tp --plan-ngpus 2 --steps 0", 1) == (
+        "error: there is nothing to compare after 0 steps\n  try:   compare at least one step\n"
+    )
+
+
 def test_command_lines_that_do_not_parse(capsys):
     for line in ("compile my_models:make", "inspect", "train"):
         with pytest.raises(SystemExit) as caught:
@@ -297,6 +373,11 @@ def test_settings():
         "'a' is not of the form key=value\n  try:   for example seed=3 or pas_config.num_stages=2"
     )
     assert refusal(lambda: read_settings(["a=1", "a.b=2"])) == "'a.b' and 'a' are both set\n  try:   set one of them"
+    assert refusal(lambda: read_settings(["dynamic_dims={x: 0}"])) == (
+        "the value of dynamic_dims is not JSON\n"
+        "  why:   Expecting property name enclosed in double quotes: line 1 column 2 (char 1) of {x: 0}\n"
+        """  try:   names in double quotes, those of dims too: --set 'dynamic_dims={"x": {"0": "batch"}}'"""
+    )
 
 
 def test_version_and_help_as_a_program():

@@ -12,6 +12,7 @@ import zoo
 from shardwright.compiler.cli import main
 from shardwright.compiler.cli_search import candidate_table
 from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.search import PlanSearch
 from shardwright.policies.autodist.found import Candidate, Found
 from shardwright.policies.autodist.space import Placed
 from shardwright.runtime.layout import Mesh
@@ -138,6 +139,55 @@ def test_explain(run) -> None:  # type: ignore[no-untyped-def]
     assert "peak memory" in shown and "computing" in shown
     lines = [line for line in shown.splitlines() if line.startswith("*")]
     assert len(lines) == 2 and all("+0.0%" in line for line in lines)
-    assert "error: the model has no operator 'dwn'" in run(f"{request} --op dwn", expected=1)
-    assert "error: the mesh tp=4 has 4 ranks" in run(f"{request} --against tp=4", expected=1)
-    assert "does not say the sizes of axes" in run(f"{request} --against tp4", expected=1)
+
+
+def test_what_cannot_be_answered_or_written_is_refused_before_the_search(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # type: ignore[no-untyped-def]
+    def searched(*_: object) -> None:
+        raise AssertionError("the search began")
+
+    monkeypatch.setattr(PlanSearch, "run", searched)
+    monkeypatch.setattr("shardwright.policies.autodist.policy.search_variants", searched)
+    explain, folder = "explain plan_models:make --plan-ngpus 2", tmp_path / "folder"
+    folder.mkdir()
+    for line, words in (
+        (f"{explain} --op dwn", "error: the model has no operator 'dwn'\n  try:   did you mean 'down'?\n"),
+        (f"{explain} --module dwn", "error: no operator belongs to module 'dwn'\n  try:   did you mean 'down'?\n"),
+        (
+            f"{explain} --against tp=4",
+            "error: the mesh tp=4 has 4 ranks\n"
+            "  why:   plan_ngpus=2\n"
+            "  try:   make the product of the sizes equal to plan_ngpus\n",
+        ),
+        (
+            f"{explain} --against pp=2",
+            "error: policy 'autodist' has num_stages but no num_microbatches\n"
+            "  why:   a pipeline is planned for the number of samples of a step\n"
+            "  try:   give num_microbatches\n",
+        ),
+        (
+            f"{explain} --against tp4",
+            "error: 'tp4' does not say the sizes of axes\n  try:   for example tp=8, or pp=2,tp=4\n",
+        ),
+        (f"{explain} --most 0", "error: --most 0 leaves no choice to show\n  try:   show at least one\n"),
+        ("plan plan_models:make --plan-ngpus 2 --out none/plan.json", _unwritable("--out none/plan.json")),
+        ("plan plan_models:make --plan-ngpus 2 --html none/plan.html", _unwritable("--html none/plan.html")),
+        ("simulate plan_models:make --policy tp --plan-ngpus 2 --html none/a.html", _unwritable("--html none/a.html")),
+        ("plan plan_models:make --plan-ngpus 2 --set pas_config.save_plan=none/a", _unwritable("save_plan none/a")),
+        (
+            "compile plan_models:make --policy autodist --plan-ngpus 2 --set pas_config.save_plan=none/a",
+            _unwritable("save_plan none/a"),
+        ),
+        (
+            "plan plan_models:make --plan-ngpus 2 --out folder",
+            "error: --out folder is a folder\n  try:   name a file, for example folder/plan.json\n",
+        ),
+    ):
+        assert run(line, expected=1) == words
+    assert not list(folder.iterdir())
+
+
+def _unwritable(what: str) -> str:
+    why, hint = "none: No such file or directory", "make the folder, or name a file in another one"
+    return f"error: {what} cannot be written\n  why:   {why}\n  try:   {hint}\n"

@@ -221,7 +221,11 @@ def test_what_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert _refused(capsys, "--out", "own") == (
         "error: --out own does not end in .json\n  why:   the other commands know a hardware file by that\n"
     )
-    assert _refused(capsys, "--out", "none/own.json") == "error: there is no folder none to write own.json to\n"
+    assert _refused(capsys, "--out", "none/own.json") == (
+        "error: --out none/own.json cannot be written\n"
+        "  why:   none: No such file or directory\n"
+        "  try:   make the folder, or name a file in another one\n"
+    )
     assert _refused(capsys, "--out", out, "--ranks", "0") == "error: --ranks is at least 1, not 0\n"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert _refused(capsys, "--out", out, "--device", "cuda") == (

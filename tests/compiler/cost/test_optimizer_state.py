@@ -74,6 +74,12 @@ def test_state_by_hand(text: str, shape: tuple[int, ...], dtype: torch.dtype, ex
             "  try:   name a function of your own, 'my_module:make', that makes for each parameter what it takes",
         ),
         ("own_optimizers:nothing", "'own_optimizers:nothing' makes no optimizer\n  why:   it returns a int"),
+        (
+            "own_optimizers:RATE",
+            "'own_optimizers:RATE' names no optimizer\n"
+            "  why:   it is a float\n"
+            "  try:   name a class, or a function that takes a list of parameters and returns an optimizer",
+        ),
         ("no_such_thing:make", "optimizer 'no_such_thing:make' cannot be imported\n  why:   No module named 'no_such_thing'"),
     ],
 )

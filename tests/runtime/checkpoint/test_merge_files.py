@@ -105,6 +105,9 @@ def test_what_is_in_the_way(run, tmp_path):
         shardwright.merge_checkpoint(run[0], tmp_path)
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
         shardwright.merge_checkpoint(tmp_path, tmp_path / "merged")
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        shardwright.merge_checkpoint(tmp_path / "file", tmp_path / "merged")
 
 
 def test_a_damaged_checkpoint_leaves_nothing_behind(run, tmp_path, monkeypatch):

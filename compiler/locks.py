@@ -25,7 +25,7 @@ def directory_lock(directory: Path) -> Iterator[None]:
     two files of one name. A directory in a place that takes no files, such as a read-only mount, needs no lock: nobody changes
     it there.
 
-    Raises :class:`ConfigError` if there is neither a directory nor a way to make one.
+    Raises :class:`FileError` if there is neither a directory nor a way to make one.
     """
     lock = filelock.FileLock(directory.with_name(f"{directory.name}.lock"))
     with writing("generated files", directory, WRITE_HINT):

@@ -44,6 +44,10 @@ class CheckpointError(ShardwrightError, RuntimeError):
     """A checkpoint that is incomplete, altered, or does not fit the module."""
 
 
+class FileError(ShardwrightError, OSError):
+    """Files that cannot be written: no room, no permission, something else in their place."""
+
+
 class InputError(ShardwrightError, ValueError):
     """A call of a parallel module with arguments it was not compiled for."""
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shardwright.runtime.errors import ConfigError
+from shardwright.runtime.errors import ConfigError, FileError
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -48,13 +48,13 @@ def check_target(path: Path, setting: str, example: str = "plan.json") -> None:
 
 @contextmanager
 def writing(what: str, path: Path, hint: str) -> Iterator[None]:
-    """Say in words why ``path`` cannot be written: the errors of the operating system become :class:`ConfigError`."""
+    """Say in words why ``path`` cannot be written: the errors of the operating system become :class:`FileError`."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
         why = reason if error.filename is None else f"{reason}: {error.filename}"
-        raise ConfigError(f"{what} cannot be written to {path}", why=why, hint=hint) from error
+        raise FileError(f"{what} cannot be written to {path}", why=why, hint=hint) from error
 
 
 @contextmanager

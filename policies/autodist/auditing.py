@@ -111,7 +111,7 @@ class Audits:
             self.found.others = [*same, *(candidate for candidate, _ in waiting)]
 
     def audit(self, candidate: Candidate) -> PlanCost:
-        """The cost of a candidate, which is noted among those that were audited, or refused."""
+        """The cost of a candidate, which is noted among those that were audited, or refused: of one title what needs least."""
         with self.clock.timed(AUDIT):
             cost = self.audited(candidate.plan)
         if cost.peak_bytes <= self.space.memory_bytes:
@@ -119,8 +119,10 @@ class Audits:
             self.found.audited.append(replace(candidate, cost=cost))
             self.found.audited.sort(key=lambda candidate: candidate.step_s)
         else:
-            self.found.refused[candidate.title] = too_large(cost.peak_bytes, self.space.memory_bytes)
-            self.found.needed_bytes[candidate.title] = cost.peak_bytes
+            refused, needed = self.found.refused, self.found.needed_bytes
+            if candidate.title not in refused or cost.peak_bytes < needed.get(candidate.title, math.inf):
+                refused[candidate.title] = too_large(cost.peak_bytes, self.space.memory_bytes)
+                needed[candidate.title] = cost.peak_bytes
             self.found.least = min(self.found.least, least_of(cost, candidate.title))
         return cost
 

@@ -16,7 +16,7 @@ from shardwright.compiler.api import parallelize
 from shardwright.compiler.cost.hardware import load_hardware
 from shardwright.compiler.cost.operator_file import dumps_times
 from shardwright.compiler.cost.operators import OperatorTimes
-from shardwright.runtime.errors import ConfigError, DistributedError, LoadError, PlanError, TraceError
+from shardwright.runtime.errors import ConfigError, DistributedError, FileError, LoadError, PlanError, TraceError
 from shardwright.runtime.manifest import Manifest, accept
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.ranks.threads import run_ranks
@@ -309,8 +309,12 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(cache, "write_tensors", full)
-    refusal(OSError, lambda: compile_net(tmp_path, reuse="override"))
-    refusal(OSError, lambda: compile_net(tmp_path, net(seed=1)))
+    assert refusal(OSError, lambda: compile_net(tmp_path, reuse="override")) == (
+        f"generated files cannot be written to {folder}\n"
+        "  why:   No space left on device\n"
+        "  try:   another gen_savedir (--gen-savedir), or room and permission to write there"
+    )
+    refusal(FileError, lambda: compile_net(tmp_path, net(seed=1)))
     assert snapshot(folder) == before
     assert sorted(path.name for path in folder.parent.iterdir()) == ["_", "_.lock"]
 

@@ -36,6 +36,9 @@ CORRECTION, HURRIED_CORRECTION = 0.99, 0.9
 EXTENSION, MAX_EXTENSIONS = 4.0, 5
 """By how much the time of the solver grows, and how often, while it has found nothing at all where anything fits."""
 
+TABLES = "; what cutting values that every rank makes (rotary tables, masks) may save at most is taken off"
+"""Of a bound that is that much below the optimum."""
+
 
 @dataclass(frozen=True)
 class Space:
@@ -122,7 +125,8 @@ def place(request: PlacementRequest, *, pricing: Pricing | None = None) -> Place
             smallest = True  # the row may have been corrected too far: what uses least of it may fit
             problem = replace(formulation.problem, rows=(replace(rows[0], limit=least * (1 + 1e-6)),))
             continue
-        found = placement_of(request, formulation, solution, solution.bound - formulation.slack, solution.proof)
+        proof = f"{solution.proof}{TABLES}" if formulation.slack else solution.proof
+        found = placement_of(request, formulation, solution, solution.bound - formulation.slack, proof)
         measuring = time.monotonic()
         if not walked or solution.interrupted or (measured_s and measuring + measured_s > request.deadline):
             return found

@@ -6,7 +6,9 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import plans
 import pytest
@@ -18,10 +20,10 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.verification.verify import verify
 from shardwright.policies.autodist import cutting
 from shardwright.policies.autodist import search as outer_search
-from shardwright.policies.autodist.auditing import is_same
+from shardwright.policies.autodist.auditing import Audits, is_same
 from shardwright.policies.autodist.candidates import divisors, meshes, named, paces, renamed
 from shardwright.policies.autodist.clock import Clock
-from shardwright.policies.autodist.found import Found
+from shardwright.policies.autodist.found import Candidate, Found
 from shardwright.policies.autodist.policy import certificate, settled
 from shardwright.policies.autodist.search import Search
 from shardwright.policies.autodist.space import Placed, Space, Wish
@@ -294,6 +296,20 @@ def test_a_search_without_an_answer_says_that_time_was_over() -> None:
     assert what == "no plan for 4 ranks was found before the time limit of 0 s ended the search, after 3 s"
     assert "of what was audited is" in why[0] and "         x=4: it needs 228.3 kB on a device, and 1 B are allowed" in why
     assert hint == "  try:   a longer time_limit_s, or less to search: mesh, num_stages or schedule given"
+
+
+def test_of_plans_with_one_title_the_refusal_names_what_needs_least() -> None:
+    """What is computed again, and how the model is placed, is not all in a title: two plans may share one."""
+    cost = search(num_positions=1).audited[0].cost
+    assert cost is not None
+    found = Found()
+    bench: Any = SimpleNamespace(found=found, clock=Clock(), space=SimpleNamespace(memory_bytes=1e6), cutter=None)
+    for peak_bytes in (5e6, 3e6, 4e6):
+        needed = replace(cost, memory=tuple(replace(memory, by_category={"activation": peak_bytes}) for memory in cost.memory))
+        audits = Audits(bench, MagicMock(return_value=needed))
+        audits.audit(Candidate("tp=4", Plan(Mesh((("tp", 4),))), 1.0, ()))
+    assert found.refused == {"tp=4": "it needs 3 MB on a device, and 1 MB are allowed"}
+    assert found.needed_bytes == {"tp=4": 3e6} and found.least[:2] == (3e6, "tp=4")
 
 
 def test_one_plan_with_its_axes_in_another_order_is_audited_once() -> None:

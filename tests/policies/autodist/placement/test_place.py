@@ -68,6 +68,14 @@ def test_time_alone_leaves_no_model_without_a_placement(monkeypatch: pytest.Monk
     assert isinstance(never, Infeasible) and len(limits) == 1, "a row may be what nothing keeps"
 
 
+def test_what_is_taken_off_a_bound_is_said() -> None:
+    """The rotary table of a Llama is made by every rank; without such a table the optimum is the bound."""
+    plain, rotary = (placed(request(zoo_graph(name), mesh_of("2"))) for name in ("mlp", "llama"))
+    assert plain.formulation.slack == 0 and plain.proof == "optimal by elimination" and plain.gap == 0
+    assert rotary.formulation.slack > 0 and rotary.proof == f"optimal by elimination{place_module.TABLES}"
+    assert rotary.bound_s == pytest.approx(rotary.cost_s - rotary.formulation.slack, rel=1e-12)
+
+
 def numbers(formulation: Formulation) -> tuple[object, ...]:
     """What a problem says, and what each node stands for."""
     problem = formulation.problem

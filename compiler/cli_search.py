@@ -274,12 +274,18 @@ CANDIDATE_COLUMNS = ("plan", "step", "at least", "peak memory", "")
 
 
 def candidate_rows(found: Found) -> list[tuple[str, ...]]:
-    """A row for every candidate, and for what was refused."""
+    """A row for the candidates of every title, the best of them, and for what was refused."""
     rows: list[tuple[str, ...]] = []
+    by_title: dict[str, list[Candidate]] = {}
     for candidate in found.tried:
-        step, least = amount(candidate.step_s, "s"), amount(max(candidate.bound_s, found.floor_s), "s")
-        peak, how = ("", "predicted") if candidate.cost is None else (amount(candidate.cost.peak_bytes, "B"), "audited")
-        rows.append((candidate.title, step, least, peak, how))
+        by_title.setdefault(candidate.title, []).append(candidate)
+    for title, (best, *others) in by_title.items():
+        step, least = amount(best.step_s, "s"), amount(max(best.bound_s, found.floor_s), "s")
+        peak, how = ("", "predicted") if best.cost is None else (amount(best.cost.peak_bytes, "B"), "audited")
+        if others:
+            slowest = amount(max(candidate.step_s for candidate in others), "s")
+            how += f"; {len(others)} more placed otherwise, up to {slowest}"
+        rows.append((title, step, least, peak, how))
     return [*rows, *((title, "", "", "", reason) for title, reason in found.refused.items())]
 
 

@@ -71,6 +71,7 @@ class Audits:
         self.found, self.clock, self.space, self.cutter = bench.found, bench.clock, bench.space, bench.cutter
         self.sure: list[Candidate] = []
         self._seen: list[Candidate] = []  # what was audited
+        self._needed: dict[str, float] = {}  # the bytes of what does not fit, by title
 
     def best(self, most: int | None = None, near: float | None = None) -> None:
         """Lower and audit the most promising candidates; what does not fit is cut again for less memory, or refused. What is
@@ -119,12 +120,19 @@ class Audits:
             self.found.audited.append(replace(candidate, cost=cost))
             self.found.audited.sort(key=lambda candidate: candidate.step_s)
         else:
-            refused, needed = self.found.refused, self.found.needed_bytes
-            if candidate.title not in refused or cost.peak_bytes < needed.get(candidate.title, math.inf):
-                refused[candidate.title] = too_large(cost.peak_bytes, self.space.memory_bytes)
-                needed[candidate.title] = cost.peak_bytes
+            self._refuse(candidate.title, cost.peak_bytes)
             self.found.least = min(self.found.least, least_of(cost, candidate.title))
         return cost
+
+    def _refuse(self, title: str, needed_bytes: float) -> None:
+        """Note that a plan takes too much memory, unless one with its title fits: of a title what takes least, in the place of
+        what was predicted.
+        """
+        if any(fitting.title == title for fitting in self.found.audited):
+            return
+        needed_bytes = self._needed[title] = min(needed_bytes, self._needed.get(title, math.inf))
+        self.found.refused[title] = too_large(needed_bytes, self.space.memory_bytes)
+        self.found.needed_bytes[title] = needed_bytes
 
     def _mended(self, candidate: Candidate, peak_bytes: float) -> Candidate | None:
         """The candidate cut again, for as much less memory as it took too much; None if that leaves nothing else. Where time is

@@ -129,6 +129,18 @@ def test_a_long_table_says_what_it_leaves_out() -> None:
     assert candidate_table(found).row_count == 7
 
 
+def test_candidates_of_one_title_have_one_row() -> None:
+    plan = Plan(Mesh((("tp", 2),)))
+    times = {"alone": [1.5], "alike": [1.0, 3.0, 2.0]}
+    candidates = [Candidate(title, plan, s, (Placed(plan, 0.0, "", ""),)) for title, of in times.items() for s in of]
+    table = candidate_table(Found(others=candidates))
+    assert [list(column.cells) for column in (table.columns[0], table.columns[1], table.columns[-1])] == [
+        ["alike", "alone"],
+        ["1 s", "1.5 s"],
+        ["predicted; 2 more placed otherwise, up to 3 s", "predicted"],
+    ]
+
+
 def test_explain(run) -> None:  # type: ignore[no-untyped-def]
     request = "explain plan_models:make --plan-ngpus 2"
     shown = run(request)

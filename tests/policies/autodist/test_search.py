@@ -304,12 +304,22 @@ def test_of_plans_with_one_title_the_refusal_names_what_needs_least() -> None:
     assert cost is not None
     found = Found()
     bench: Any = SimpleNamespace(found=found, clock=Clock(), space=SimpleNamespace(memory_bytes=1e6), cutter=None)
+    found.refused["tp=4"], found.needed_bytes["tp=4"] = "it is predicted to need 2 MB", 2e6
+    auditor = MagicMock()
+    audits = Audits(bench, auditor)
+
+    def audit(title: str, peak_bytes: float) -> None:
+        memory = tuple(replace(memory, by_category={"activation": peak_bytes}) for memory in cost.memory)
+        auditor.return_value = replace(cost, memory=memory)
+        audits.audit(Candidate(title, Plan(Mesh((("tp", 4),))), 1.0, ()))
+
     for peak_bytes in (5e6, 3e6, 4e6):
-        needed = replace(cost, memory=tuple(replace(memory, by_category={"activation": peak_bytes}) for memory in cost.memory))
-        audits = Audits(bench, MagicMock(return_value=needed))
-        audits.audit(Candidate("tp=4", Plan(Mesh((("tp", 4),))), 1.0, ()))
+        audit("tp=4", peak_bytes)
     assert found.refused == {"tp=4": "it needs 3 MB on a device, and 1 MB are allowed"}
     assert found.needed_bytes == {"tp=4": 3e6} and found.least[:2] == (3e6, "tp=4")
+    for peak_bytes in (1.5e6, 0.5e6, 2e6):
+        audit("dp=4", peak_bytes)
+    assert list(found.refused) == ["tp=4"], "one of the other title fits"
 
 
 def test_one_plan_with_its_axes_in_another_order_is_audited_once() -> None:

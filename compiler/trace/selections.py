@@ -2,7 +2,8 @@
 
 What they are read for mostly needs no number of them: a sum, a mean or a loss over the chosen elements is one over all, in
 which the others do not count. So a selection stays unmade until it is read, and the functions of :data:`READERS` read it by
-operators on the whole tensor and the mask. Whatever else reads it needs the values.
+operators on the whole tensor and the mask. :data:`ELEMENTWISE` ones of selections by one mask are selections again. Whatever
+else reads it needs the values.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from torch import Tensor
 from shardwright.runtime.errors import TraceError
 
 _HARMLESS = 0.5
-"""What stands in places that were not chosen: losses and their derivatives are finite there, as predictions and as targets."""
+"""What stands in places that were not chosen: functions, losses and their derivatives are finite there. An operator of
+which they are not would make a gradient that is no number of one that is zero.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,15 @@ class Selection:
 
     def filled(self, value: float) -> Tensor:
         """The whole with ``value`` in the places that were not chosen."""
-        dropped = self.mask.logical_not()
-        return self.whole.masked_fill(dropped[(..., *[None] * len(self.row))], value)
+        return self.whole.masked_fill(self.rows_of(self.mask.logical_not()), value)
+
+    def rows_of(self, mask: Tensor) -> Tensor:
+        """A tensor like the mask with dims of size 1 for those of a row."""
+        return mask[(..., *[None] * len(self.row))] if self.row else mask
+
+    def harmless(self) -> Tensor:
+        """The whole with a number in the places that were not chosen that nothing divides by zero for, or the like."""
+        return self.filled(_HARMLESS if self.whole.is_floating_point() or self.whole.is_complex() else 1)
 
 
 def _sum(input: Selection, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
@@ -58,14 +68,17 @@ def _mean(input: Selection, dim: Any = None, keepdim: bool = False, *, dtype: to
     dims = _dims(input, dim, keepdim)
     if dims is None:
         return NotImplemented
-    per_row = 1 if dim is not None else math.prod(input.row)
-    return input.filled(0).sum(dims, dtype=dtype) / (input.mask.sum() * per_row)
+    count = input.mask.sum()
+    if dim is None and input.row:
+        count = count * math.prod(input.row)
+    return input.filled(0).sum(dims, dtype=dtype) / count
 
 
 def _dims(selection: Selection, dim: Any, keepdim: bool) -> tuple[int, ...] | None:
     """The dims of the whole that a sum over all of a selection, or over its first dim, is taken over."""
-    count = {None: selection.whole.ndim, 0: selection.mask.ndim}
-    return None if keepdim or dim not in count else tuple(range(count[dim]))
+    count = {None: selection.whole.ndim, 0: selection.mask.ndim, -1 - len(selection.row): selection.mask.ndim}
+    (dim,) = dim if isinstance(dim, tuple | list) and len(dim) == 1 else (dim,)
+    return None if keepdim or isinstance(dim, tuple | list) or dim not in count else tuple(range(count[dim]))
 
 
 def _same_rows(*tensors: Any) -> bool:
@@ -85,9 +98,7 @@ def _elementwise(loss: Callable[..., Tensor]) -> Callable[..., Any]:
     def read(input: Any, target: Any, *args: Any, reduction: str = "mean", **kwargs: Any) -> Any:
         if args or not _same_rows(input, target) or any(isinstance(x, Tensor | Selection) for x in kwargs.values()):
             return NotImplemented
-        return _reduced(
-            input.of(loss(input.filled(_HARMLESS), target.filled(_HARMLESS), reduction="none", **kwargs)), reduction
-        )
+        return _reduced(input.of(loss(input.harmless(), target.harmless(), reduction="none", **kwargs)), reduction)
 
     return read
 
@@ -136,3 +147,40 @@ READERS: dict[str, Callable[..., Any]] = {
     "binary_cross_entropy_with_logits": _elementwise(F.binary_cross_entropy_with_logits),
 }
 """By name, functions that may get a :class:`Selection` for a tensor, and return ``NotImplemented`` where they need its size."""
+
+_SIGNS = {"add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "neg", "abs", "and", "or", "xor", "invert"}
+_SIGNS |= {"eq", "ne", "lt", "le", "gt", "ge"}
+ELEMENTWISE = {"add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "remainder", "rsub", "pow"}
+ELEMENTWISE |= {"sqrt", "rsqrt", "reciprocal", "neg", "negative", "abs", "sign", "exp", "expm1", "log", "log2", "log1p"}
+ELEMENTWISE |= {"sin", "cos", "tanh", "sigmoid", "logsigmoid", "softplus", "relu", "gelu", "silu", "clamp", "clamp_min"}
+ELEMENTWISE |= {"clamp_max", "maximum", "minimum", "logaddexp", "where", "eq", "ne", "lt", "le", "gt", "ge", "square"}
+ELEMENTWISE |= {"logical_and", "logical_or", "logical_not", "to", "float", "double", "half", "bfloat16", "int", "long"}
+ELEMENTWISE |= {"bool", "detach", "clone", "contiguous"}
+"""Functions, by name, whose result is chosen by the mask that has chosen their operands; signs are in :data:`_SIGNS`."""
+
+
+def elementwise(name: str) -> tuple[str, bool] | None:
+    """The functional form of an elementwise function, and whether ``name`` writes to its first argument; else ``None``."""
+    if name.startswith("__"):
+        sign = name.strip("_")
+        if sign in _SIGNS or sign[:1] == "r" and sign[1:] in _SIGNS:
+            return name, False
+        return (f"__{sign[1:]}__", True) if sign[:1] == "i" and sign[1:] in _SIGNS else None
+    if name in ELEMENTWISE:
+        return name, False
+    return (name[:-1], True) if name.endswith("_") and name[:-1] in ELEMENTWISE else None
+
+
+def of_elements(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an elementwise function makes of selections by one mask, numbers, and tensors that all rows share."""
+    given = [*args, *kwargs.values()]
+    chosen = [x for x in given if isinstance(x, Selection)]
+    if not _same_rows(*chosen) or len({len(x.row) for x in chosen}) != 1:
+        return NotImplemented
+    if any(isinstance(x, Tensor) and x.ndim > len(chosen[0].row) or isinstance(x, tuple | list) for x in given):
+        return NotImplemented
+
+    def full(x: Any) -> Any:
+        return x.harmless() if isinstance(x, Selection) else x
+
+    return chosen[0].of(function(*map(full, args), **{key: full(x) for key, x in kwargs.items()}))

@@ -27,7 +27,7 @@ from shardwright.compiler.trace.fake_forms import FAKE_FORMS
 from shardwright.compiler.trace.normalise import on_rank_device
 from shardwright.compiler.trace.opening import opened
 from shardwright.compiler.trace.recorder import Call, Recorder, TensorType, Variable
-from shardwright.compiler.trace.selections import READERS, Selection
+from shardwright.compiler.trace.selections import READERS, Selection, elementwise, of_elements
 from shardwright.compiler.trace.source import called_by_user, user_frame
 from shardwright.compiler.trace.strided import strided
 from shardwright.compiler.trace.value_checks import Unread, passing, unread
@@ -174,13 +174,33 @@ class Tracer(TorchFunctionMode):
             return self._selection(arg) or arg if isinstance(arg, torch.Tensor) else arg
 
         arguments, named = tuple(map(chosen, args)), {key: chosen(arg) for key, arg in kwargs.items()}
-        reader, result = READERS.get(name), NotImplemented
-        if reader is not None and not is_getter(func) and _binds(reader, arguments, named):
-            with self:
-                result = reader(*arguments, **named)
+        result, form = NotImplemented, elementwise(name)
+        with self:
+            if is_getter(func):
+                pass
+            elif name in READERS and _binds(READERS[name], arguments, named):
+                result = READERS[name](*arguments, **named)
+            elif name == "__setitem__":
+                result = self._write_selection(*arguments)
+            elif form is not None:
+                result = of_elements(getattr(torch.Tensor, form[0], func) if form[1] else func, arguments, named)
         if result is NotImplemented:
             raise next(filter(None, map(self._selection, _tensors((args, kwargs))))).error
+        if form is not None and form[1]:
+            self._recorder.selections[id(args[0])] = result
+            return args[0]
         return self._stand_in(result) if isinstance(result, Selection) else result
+
+    def _write_selection(self, target: Any, index: Any, chosen: Any) -> Any:
+        """``target[mask] = chosen``, where the same mask has chosen it."""
+        (mask,) = index if isinstance(index, tuple) and len(index) == 1 else (index,)
+        if not isinstance(target, torch.Tensor) or not _is_mask(mask) or not isinstance(chosen, Selection):
+            return NotImplemented
+        by = self._recorder.value(chosen.mask)
+        if not self._same(by, self._recorder.value(mask)) or chosen.whole.shape != target.shape:
+            return NotImplemented
+        target.copy_(torch.where(chosen.rows_of(chosen.mask), chosen.whole, target))
+        return None
 
     def _gradient_fact(self, func: Any, name: str, tensor: torch.Tensor) -> Any:
         """``x.requires_grad`` and the like as they are outside of a trace, in which all floating inputs require a gradient."""

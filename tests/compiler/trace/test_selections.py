@@ -52,9 +52,31 @@ def chosen_without_gradient(x: Tensor, y: Tensor, mask: Tensor, classes: Tensor)
     return rows.sum() * x.mean()
 
 
+def written_back(x: Tensor, y: Tensor, mask: Tensor, classes: Tensor) -> Tensor:
+    x = x.clone()
+    x[mask] *= 2
+    x[classes > 2] = y[classes > 2] - x[classes > 2] / 3
+    x[mask] = y[mask]
+    return x.square().sum()
+
+
+def changed_in_place(x: Tensor, y: Tensor, mask: Tensor, classes: Tensor) -> Tensor:
+    rows = also = x[mask]
+    rows.mul_(3)
+    rows += y[mask]
+    return also.sum() + x.sum()
+
+
+def finite_where_chosen(x: Tensor, y: Tensor, mask: Tensor, classes: Tensor) -> Tensor:
+    chances = x.sigmoid() * mask[..., None]  # zero elsewhere
+    chances = chances.masked_fill(classes[..., None] == 1, float("inf"))
+    counted = mask & (classes != 1)
+    return chances[counted].log().mean() + (1 / chances[counted]).sqrt().sum() + chances[counted].pow(0.5).sum()
+
+
 READS: dict[str, Read] = {
     "sum": lambda x, y, mask, classes: x[mask].sum(),
-    "rows": lambda x, y, mask, classes: x[mask].sum(0) + torch.mean(x[mask,], dim=0),
+    "rows": lambda x, y, mask, classes: x[mask].sum(0) + torch.mean(x[mask,], dim=[-2]) + x[x > 0].sum(-1),
     "mean": lambda x, y, mask, classes: torch.mean(x[mask]) + x.masked_select(x > 0).mean(),
     "count": lambda x, y, mask, classes: x.sum() * (mask & (classes > 1))[mask].sum(),
     "cross entropy": lambda x, y, mask, classes: F.cross_entropy(x[mask], classes[mask], WEIGHTS, label_smoothing=0.1),
@@ -71,6 +93,11 @@ READS: dict[str, Read] = {
     "smooth": lambda x, y, mask, classes: (
         F.smooth_l1_loss(x[mask], y[mask], beta=0.5) + F.huber_loss(x[mask], y[mask], delta=2.0)
     ),
+    "elements": lambda x, y, mask, classes: ((x[mask] - y[mask]) ** 2).mean() + (x[mask] * WEIGHTS).float().double().sum(),
+    "numbers": lambda x, y, mask, classes: (x[mask] > 0).sum() * (1 - x[mask]).mean() * (classes[mask] == 3).double().mean(),
+    "written back": written_back,
+    "changed in place": changed_in_place,
+    "finite where chosen": finite_where_chosen,
     "changed after": changed_after,
     "chosen without gradient": chosen_without_gradient,
 }
@@ -91,19 +118,15 @@ class Tagger(nn.Module):
 
     def forward(self, x: Tensor, classes: Tensor) -> Tensor:
         hidden = self.down(self.up(x).relu())
-        counted = classes >= 0
-        return F.cross_entropy(self.head(hidden)[counted], classes[counted]) + hidden[counted].square().mean(0).mean()
-
-
-class Tags(Tagger):
-    def forward(self, x: Tensor, classes: Tensor) -> Tensor:
-        hidden = self.down(self.up(x).relu())
-        return F.cross_entropy(self.head(hidden)[classes >= 0], classes[classes >= 0]) + F.mse_loss(hidden[x > 0], x[x > 0])
+        mixed = x.clone()
+        mixed[classes > 2] = hidden[classes > 2] * 0.5
+        loss = F.cross_entropy(self.head(hidden)[classes >= 0], classes[classes >= 0])
+        return loss + F.mse_loss(hidden[x > 0], x[x > 0]) + ((mixed[classes >= 0] - 1) ** 2).mean(0).sum()
 
 
 @pytest.mark.parametrize(("policy", "ranks"), [("tp", 3), ("data", 2), ("autodist", 4)])
 def test_parity(policy: str, ranks: int) -> None:
-    report = verify(Tags(), {"x": X, "classes": CLASSES}, policy, {"plan_ngpus": ranks, "runtime_ngpus": ranks})
+    report = verify(Tagger(), {"x": X, "classes": CLASSES}, policy, {"plan_ngpus": ranks, "runtime_ngpus": ranks})
     assert report.ok, str(report)
 
 
@@ -154,8 +177,18 @@ def test_masks_of_known_values_choose_places() -> None:
     [
         lambda x, y, mask, classes: x[mask],
         lambda x, y, mask, classes: x[mask] * 2,
+        lambda x, y, mask, classes: (x[mask] * y[y > 0]).sum(),
+        lambda x, y, mask, classes: (x[mask] * x.flatten(0, 1)).sum(),
+        lambda x, y, mask, classes: (x[mask] * classes[mask]).sum(),
+        lambda x, y, mask, classes: torch.where(mask[0, 0], x[mask], 0.0).sum() + y[mask].reshape(-1).sum(),
+        lambda x, y, mask, classes: x.clone().index_put((mask,), y[mask]),
+        lambda x, y, mask, classes: x.clone().__setitem__(classes > 2, y[mask]),
+        lambda x, y, mask, classes: x if x[mask] else y,
+        lambda x, y, mask, classes: x * float(x[mask]),
+        lambda x, y, mask, classes: x * len(x[mask]),
         lambda x, y, mask, classes: x[mask].sum() if x[mask].shape[0] else x.sum(),
         lambda x, y, mask, classes: x[mask].sum(-1),
+        lambda x, y, mask, classes: x[mask].sum((0, 1)),
         lambda x, y, mask, classes: F.mse_loss(x[mask], y[classes > 0]),
         lambda x, y, mask, classes: F.mse_loss(x[mask], y[mask], weight=y[mask]),
         lambda x, y, mask, classes: F.mse_loss(x[drawn()], y[drawn()]),

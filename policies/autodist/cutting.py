@@ -161,7 +161,8 @@ class Cutter:
         return first.setting.config.plan_ngpus if several else attempt.num_positions * attempt.pace.chunks * first.mesh.size
 
     def _menus(self, attempt: Attempt, costs: Sequence[Costs]) -> list[Menu]:
-        return [found.menu(offer.walk.mesh.size) for offer, found in zip(attempt.offers, costs, strict=True)]
+        shares = len(attempt.offers) == 1
+        return [found.menu(offer.walk.mesh.size, shares=shares) for offer, found in zip(attempt.offers, costs, strict=True)]
 
     def _chains(self, walk: Walk, num_stages: int) -> Sequence[Chain]:
         """The ways to see the model as blocks: finely, where nothing is computed again, and by layers, which may be."""

@@ -69,7 +69,8 @@ class Prediction:
     def tables(self) -> list[Tables]:
         """By offer."""
         found = zip(self.attempt.offers, self.costs, strict=True)
-        return [Tables(costs.menu(offer.walk.mesh.size), self.num_microbatches, False) for offer, costs in found]
+        menus = (costs.menu(offer.walk.mesh.size, shares=len(self.attempt.offers) == 1) for offer, costs in found)
+        return [Tables(menu, self.num_microbatches, False) for menu in menus]
 
     @property
     def _setting(self) -> Setting:

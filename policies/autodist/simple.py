@@ -337,7 +337,9 @@ def _least_bytes(
     held = [0.0] * len(in_flight)
     kept: list[list[float]] = [[] for _ in in_flight]
     for position, own in zip(placement, spans, strict=True):
-        inside = [each for each in walk.parameters if each.places[0] in own]
-        held[position] += sum(each.held_bytes - (0.0 if gradients else each.gradient_bytes) for each in inside)
+        for each in walk.parameters:
+            if each.places[0] in own:
+                num_bytes = each.held_bytes if each.places[-1] in own else each.shared_bytes
+                held[position] += num_bytes - (0.0 if gradients else each.gradient_bytes)
         kept[position].append(walk.kept.first(own.start, own.stop))
     return max(h + count * min(k) for h, count, k in zip(held, in_flight, kept, strict=True))

@@ -10,7 +10,7 @@ from itertools import pairwise
 from shardwright.compiler.passes.stages import from_nothing
 from shardwright.policies.autodist.stages.chain import Part
 from shardwright.policies.autodist.stages.frontier import Again
-from shardwright.policies.autodist.stages.menu import Block, Menu, Repeated
+from shardwright.policies.autodist.stages.menu import Block, Menu, Repeated, Unshared
 from shardwright.policies.autodist.stages.walk import Walk
 
 MAX_WAYS = 8
@@ -34,13 +34,23 @@ class Costs:
     blocks: list[Block]
     ways: list[tuple[Way, ...]]
     repeated: tuple[Repeated, ...]
+    unshared: tuple[Unshared, ...]
     computes_again: list[bool]
 
-    def menu(self, num_devices: int) -> Menu:
-        """The blocks with all their ways."""
+    def menu(self, num_devices: int, *, shares: bool = True) -> Menu:
+        """The blocks with all their ways. ``shares``: stages have meshes alike, so that ZeRO shares out the optimizer state of
+        what several of them hold.
+        """
         found = zip(self.blocks, self.ways, strict=True)
         blocks = [replace(block, again=tuple(way.again for way in ways)) for block, ways in found]
-        return Menu(num_devices, blocks, self.repeated)
+        if shares:
+            return Menu(num_devices, blocks, self.repeated, self.unshared)
+        repeated = list(self.repeated)
+        for part in self.unshared:
+            first = part.blocks[0]
+            blocks[first] = replace(blocks[first], held_bytes=blocks[first].held_bytes + part.held_bytes)
+            repeated += [Repeated(*pair, held_bytes=part.held_bytes) for pair in pairwise(part.blocks)]
+        return Menu(num_devices, blocks, repeated)
 
 
 def block_costs(
@@ -56,7 +66,7 @@ def block_costs(
     for itself (a parameter with its gradient, optimizer state, reduction and update; a value made from nothing) to the first
     block that uses it, and once more to stages that begin later.
     """
-    own, repeated = _own_costs(walk, starts)
+    own, repeated, unshared = _own_costs(walk, starts)
 
     def again(spans: Iterable[tuple[int, int]]) -> Again:
         found = [walk.again(start, stop) for start, stop in spans]
@@ -73,31 +83,37 @@ def block_costs(
         kept = walk.kept.first(start, stop) - fixed.saved_bytes
         blocks.append(Block(forward_s, backward_s + fixed.time_s, once_s, held_bytes, kept))
         ways.append(() if only else useful_ways([Way((part,), walk.again(part.start, part.stop)) for part in inside]))
-    return Costs(blocks, ways, repeated, computes_again)
+    return Costs(blocks, ways, repeated, unshared, computes_again)
 
 
 Amounts = tuple[float, float, float, float]
 """Seconds forward, backward and once per step, and bytes held."""
 
 
-def _own_costs(walk: Walk, starts: Sequence[int]) -> tuple[list[Amounts], tuple[Repeated, ...]]:
-    """Of every block without recompute, and what blocks have in common."""
+def _own_costs(walk: Walk, starts: Sequence[int]) -> tuple[list[Amounts], tuple[Repeated, ...], tuple[Unshared, ...]]:
+    """Of every block without recompute, what blocks have in common, and what of that stages share."""
     found = [(0.0, 0.0, 0.0, 0.0)] * len(starts)
     common: dict[tuple[int, int], Amounts] = {}
-    for places, amounts in _costs(walk):
+    unshared: list[Unshared] = []
+    for places, amounts, shared_bytes in _costs(walk):
         blocks = sorted({bisect.bisect_right(starts, place) - 1 for place in places})
+        forward_s, backward_s, once_s, held_bytes = amounts
+        if len(blocks) > 1 and shared_bytes < held_bytes:
+            amounts = forward_s, backward_s, once_s, shared_bytes
+            unshared.append(Unshared(tuple(blocks), held_bytes - shared_bytes))
         found[blocks[0]] = _sum(found[blocks[0]], amounts)
         for pair in pairwise(blocks):
             common[pair] = _sum(common.get(pair, (0.0, 0.0, 0.0, 0.0)), amounts)
-    return found, tuple(Repeated(*pair, *amounts) for pair, amounts in common.items() if any(amounts))
+    return found, tuple(Repeated(*pair, *amounts) for pair, amounts in common.items() if any(amounts)), tuple(unshared)
 
 
-def _costs(walk: Walk) -> Iterator[tuple[Sequence[int], Amounts]]:
-    """By the places that something is there for, what it takes."""
+def _costs(walk: Walk) -> Iterator[tuple[Sequence[int], Amounts, float]]:
+    """By the places that something is there for, what it takes, and the bytes of that where stages share it."""
     for place, (forward_s, backward_s) in enumerate(zip(walk.forward_s, walk.backward_s, strict=True)):
-        yield walk.free_uses.get(place) or (place,), (forward_s, backward_s, 0.0, 0.0)
+        yield walk.free_uses.get(place) or (place,), (forward_s, backward_s, 0.0, 0.0), 0.0
     for parameter in walk.parameters:
-        yield parameter.places, (0.0, parameter.added_s, parameter.once_s, parameter.held_bytes)
+        amounts = 0.0, parameter.added_s, parameter.once_s, parameter.held_bytes
+        yield parameter.places, amounts, parameter.shared_bytes
 
 
 def _sum(a: Amounts, b: Amounts) -> Amounts:

@@ -40,6 +40,16 @@ class Repeated:
     held_bytes: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Unshared:
+    """What a stage with all of these blocks holds in addition: optimizer state of what they read, of which other stages would
+    hold their parts.
+    """
+
+    blocks: tuple[int, ...]
+    held_bytes: float
+
+
 @dataclass(frozen=True)
 class Menu:
     """One placement that stages may have: on so many devices, with all blocks of the model there."""
@@ -47,6 +57,7 @@ class Menu:
     num_devices: int
     blocks: Sequence[Block]
     repeated: Sequence[Repeated] = ()
+    unshared: Sequence[Unshared] = ()
 
 
 class Tables:
@@ -65,6 +76,8 @@ class Tables:
             self.backward_s[stages] += item.backward_s
             self.once_s[stages] += item.once_s
             self.held_bytes[stages] += item.held_bytes
+        for part in menu.unshared:
+            self.held_bytes[: part.blocks[0] + 1, part.blocks[-1] + 1 :] += part.held_bytes
         self.work_s = self.forward_s + self.backward_s
         self.fill_s = self.forward_s if splits_backward else self.work_s
         self.activation_bytes = ranges([b.activation_bytes for b in blocks])

@@ -47,11 +47,13 @@ class Setting:
 class Held:
     """A parameter or buffer, read at ``places``: bytes with gradient and optimizer state; seconds of adding to its gradient by
     microbatch, and of its reduction and update once per step. Every stage that reads it has its own.
+    ``shared_bytes``: the bytes where another stage like this one has it, too: ZeRO deals the optimizer's state out to both.
     ``gradient_bytes``: how many of the bytes are the gradient's. ``declaration``: of one that is trained.
     """
 
     places: tuple[int, ...]
     held_bytes: float
+    shared_bytes: float
     added_s: float = 0.0
     once_s: float = 0.0
     gradient_bytes: float = 0.0
@@ -246,16 +248,19 @@ class Walk:
             value, layout, places = declaration.value, declaration.layout, homes.get(declaration.value.name, (0,))
             num_bytes = local_bytes(layout, value.dtype, self.storage_mesh)
             if not value.requires_grad or value.kind is not ValueKind.PARAMETER:
-                yield Held(places, num_bytes)
+                yield Held(places, num_bytes, num_bytes)
                 continue
             num_elements = num_bytes / value.dtype.itemsize
             gradient = num_elements * gradient_bytes(setting.optimizer, value.dtype, config)
-            held = num_bytes + gradient + kept_bytes(setting.optimizer, layout, value.dtype, self.storage_mesh, config)
+            held, shared = (
+                num_bytes + gradient + kept_bytes(setting.optimizer, layout, value.dtype, self.storage_mesh, config, num_stages)
+                for num_stages in (1, 2)
+            )
             each_s, once_s = parameter_s(
                 declaration, self.storage_mesh, config, setting.hardware, setting.optimizer, setting.ranks,
                 setting.num_microbatches,
             )  # fmt: skip
-            yield Held(places, held, each_s, once_s, gradient, declaration)
+            yield Held(places, held, shared, each_s, once_s, gradient, declaration)
 
     def _uses(self) -> dict[str, tuple[int, ...]]:
         """Parameter or buffer to the places of its readers, ascending; of readers that every stage makes for itself, to the

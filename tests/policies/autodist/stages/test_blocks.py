@@ -8,11 +8,16 @@ import pytest
 from planning import mesh_of, slow_machine
 from plans import random_plan, zoo_graph
 
+from shardwright.compiler.cost.audit import audit
 from shardwright.compiler.cost.body_time import body_time
+from shardwright.compiler.cost.local import local_bytes
 from shardwright.compiler.passes.lower import lower
+from shardwright.compiler.passes.lower_stages import lower_stages
 from shardwright.compiler.passes.recompute import mark_recompute
+from shardwright.policies.autodist.candidates import Pace, staged
 from shardwright.policies.autodist.stages.blocks import block_costs
 from shardwright.policies.autodist.stages.chain import Part, layer_blocks, layer_parts
+from shardwright.policies.autodist.stages.menu import Tables
 from shardwright.policies.autodist.stages.walk import Setting, Walk
 from shardwright.runtime.config import ComputeConfig
 
@@ -51,3 +56,30 @@ def test_blocks_take_what_their_program_does(name: str, mesh: str, choice: str) 
     own = block_costs(Walk(lower(marked, plan), setting), starts, {}).blocks  # regions that the model has already
     assert sum(block.backward_s for block in own) == pytest.approx(body.backward_s, rel=1e-12)
     assert [block.activation_bytes for block in own] == [block.activation_bytes for block in blocks]
+
+
+@pytest.mark.parametrize("use_zero", [0, 1])
+def test_optimizer_state_that_stages_share_is_that_of_the_audit(use_zero: int) -> None:
+    """The embedding of a tied head is held by the first stage and the last, each with a part of its state under ZeRO."""
+    graph, mesh, hardware = zoo_graph("gpt2"), mesh_of("2"), slow_machine(8)
+    config = ComputeConfig(plan_ngpus=4, runtime_ngpus=8, use_zero=use_zero)
+    plan = graph.builder(mesh=mesh).split("batch", "x").plan()
+    walk = Walk(lower(graph, plan), Setting(hardware, config, (0, 1), num_microbatches=4))
+    starts = layer_blocks(graph)[0]
+    cut = len(starts) // 2
+    program = lower_stages(graph, staged(plan, [graph.ops[starts[cut]].name], 2, Pace("1f1b", 1), 4, 0))
+    assert set(program.shared) == {"transformer.wte.weight"}
+    costs = audit(program, config, hardware)
+    tables = Tables(block_costs(walk, starts, {}).menu(2), 4, splits_backward=False)
+    for index, (start, stop) in enumerate([(0, cut), (cut, len(starts))]):
+        declared = [d for d in program.programs[index].declarations if d.value.requires_grad]
+        beside = sum(2 * local_bytes(d.layout, d.value.dtype, mesh) for d in declared)
+        beside += sum(
+            local_bytes(d.layout, d.value.dtype, mesh) for d in program.programs[index].declarations if d not in declared
+        )
+        state = tables.held_bytes[start, stop] - beside
+        assert state == pytest.approx(costs.memory[2 * index].optimizer_bytes, rel=1e-3)
+    alone = Tables(block_costs(walk, starts, {}).menu(2, shares=False), 4, splits_backward=False)
+    assert (alone.held_bytes[:cut, cut:] == tables.held_bytes[:cut, cut:]).all() == (not use_zero)
+    assert alone.held_bytes[0, len(starts)] == tables.held_bytes[0, len(starts)]
+    assert tables.held_bytes[0, len(starts)] == pytest.approx(sum(held.held_bytes for held in walk.parameters), rel=1e-12)

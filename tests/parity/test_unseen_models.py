@@ -59,6 +59,32 @@ class Gumbel(nn.Module):
         return F.mse_loss(self.down((scores - noise).softmax(-1)).squeeze(-1), y)
 
 
+class Looks(nn.Module):
+    """Qwen2-VL for one image of one size in each row, always at the same place: its grids and positions are constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import transformers
+
+        text = {**zoo.LLAMA, "vocab_size": 40, "num_attention_heads": 2, "rope_parameters": QWEN_ROPE, "pad_token_id": 0}
+        tokens = {"image_token_id": 35, "video_token_id": 36, "vision_start_token_id": 37, "vision_end_token_id": 38}
+        config = transformers.Qwen2VLConfig(text_config=text, vision_config=QWEN_VISION, **tokens)
+        self.model = transformers.Qwen2VLForConditionalGeneration(config)
+
+    def forward(self, input_ids: Tensor, pixel_values: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
+        grids = torch.tensor([[1, 4, 4]] * 2)
+        inputs = {"input_ids": input_ids, "pixel_values": pixel_values, "labels": labels}
+        return self.model(**inputs, position_ids=position_ids, image_grid_thw=grids).loss  # type: ignore[no-any-return]
+
+
+def seen(batch: int, seq: int, generator: torch.Generator) -> zoo.Inputs:
+    ids = torch.randint(1, 30, (2, 12), generator=generator)
+    ids[:, 2], ids[:, 3:7] = 37, 35
+    positions = torch.arange(12).expand(3, 2, 12).contiguous()
+    pixels = torch.randn(2 * 16, 3 * 2 * 4 * 4, generator=generator, dtype=torch.float64)
+    return {"input_ids": ids, "pixel_values": pixels, "position_ids": positions, "labels": ids}
+
+
 def acted(batch: int, seq: int, generator: torch.Generator) -> zoo.Inputs:
     x, old, gains = (torch.randn(*shape, generator=generator).double() for shape in ((batch, 8), (batch,), (batch,)))
     return {"x": x, "actions": torch.randint(5, (batch,), generator=generator), "old": old - 1, "gains": gains}
@@ -74,6 +100,11 @@ def sounds(batch: int, seq: int, generator: torch.Generator) -> zoo.Inputs:
     return {"input_values": waves, "labels": torch.randint(3, (batch,), generator=generator)}
 
 
+QWEN_ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+QWEN_VISION = {
+    "depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2,
+    "temporal_patch_size": 2, "mlp_ratio": 2,
+}  # fmt: skip
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 WAV2VEC2 = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24, "conv_dim": (8, 8),
@@ -158,6 +189,7 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[..., zoo.Inputs]]] = 
     "longformer": (zoo.hf("LongformerForMaskedLM", "LongformerConfig", **zoo.BERT, attention_window=[4, 4]), unmasked),
     "flaubert": (zoo.hf("FlaubertWithLMHeadModel", "FlaubertConfig", **FLAUBERT), zoo.masked_lm(32)),
     "vilt": (zoo.hf("ViltForQuestionAnswering", "ViltConfig", **zoo.BERT, image_size=8, patch_size=2, num_labels=3), asked),
+    "qwen2-vl": (lambda **sizes: Looks(), seen),
     "actor": (lambda **sizes: Actor(), acted),
     "gumbel": (lambda **sizes: Gumbel(), signals),
     "fourier": (lambda **sizes: FourierLayer(), signals),

@@ -135,7 +135,7 @@ def write(recorder: Recorder, variable: Variable, value: IRValue) -> None:
             f"forward changes the parameter {root.value.fqn} in place",
             where=recorder.where(),
             why="parameters are changed by the optimizer only; the gradient and every rank's copy would be wrong",
-            hint="change a copy of it, or make it a buffer",
+            hint="change a copy of it, or make it a buffer; turn off the setting that asks for it (rescale_every of RWKV)",
         )
     if root.value.name in recorder.captured:
         raise TraceError(

@@ -100,7 +100,9 @@ class Unifier:
         return True
 
     def factor_out(self) -> None:
-        """Turn concatenations whose parts all end in one inner dim into (concatenation of outer parts) x inner."""
+        """Turn concatenations whose parts all end in one inner dim into (concatenation of outer parts) x inner. A part may be
+        that very dim, as where queries lie beside keys and values: heads + 2 x heads are (1 + 2) x heads.
+        """
         changed = True
         while changed:
             changed = False
@@ -110,7 +112,10 @@ class Unifier:
 
     def _factor_out(self, node: Node) -> bool:
         parts = [flatten([part]) for part in node.parts]
-        if any(not part or part[-1].parts or len(part) < 2 for part in parts) or len({part[-1].size for part in parts}) != 1:
+        if any(not part or part[-1].parts for part in parts) or len({part[-1].size for part in parts}) != 1:
+            return False
+        lengths, is_one = set(map(len, parts)), all(part[-1] is parts[0][-1] for part in parts)
+        if max(lengths) < 2 or (min(lengths) < 2 and not is_one):
             return False
         for part in parts[1:]:
             self.unify([parts[0][-1]], [part[-1]], "inner dim of a concatenation")

@@ -124,6 +124,30 @@ def test_fused_heads_split_by_whole_heads_need_no_further_communication(tmp_path
     assert steps == {("all_reduce", "forward"): 1}  # the input needs no gradient
 
 
+class Pooled(nn.Module):
+    """A learned probe that looks at all positions, as SigLIP's head does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probe = nn.Parameter(torch.randn(1, 1, 32))
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(self.probe.repeat(len(x), 1, 1), x, x)[0].square().mean()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_queries_beside_keys_and_values_of_something_else(num_ranks: int, tmp_path: Path) -> None:
+    """One weight is cut into that of queries, and that of keys and values together: all are split by heads."""
+    torch.manual_seed(0)
+    inputs = {"x": torch.randn(2, 6, 32, dtype=torch.float64)}
+    compiled, _ = plans.check_policy(Pooled().double(), inputs, "tp", num_ranks, tmp_path)
+    stored = {d.value.fqn: str(d.layout) for d in compiled.program.declarations}
+    assert stored["attention.in_proj_weight"] == "[3 * 4/tp * 8, 32]"
+    assert stored["attention.out_proj.weight"] == "[32, 4/tp * 8]"
+    assert [a.step.kind for a in compiled.program.adapters()] == ["grad_all_reduce", "keep_one", "all_reduce"]
+
+
 def split_by_kv_heads(graph, config):
     b = graph.builder(mesh={"tp": config.plan_ngpus})
     for dim in ("qkv_heads", "kv_heads"):

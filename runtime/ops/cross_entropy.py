@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwright.runtime.adapters import all_reduce
 from shardwright.runtime.ops.axes import Axes, accumulation_dtype, cast_by_autocast, communicating, sum_over
+from shardwright.runtime.ops.indices import check_indices
 from shardwright.runtime.ops.softmax import exponentials, log_softmax
 
 
@@ -36,12 +37,15 @@ def cross_entropy(
     """``F.cross_entropy`` of logits ``[N, C, d1...]`` or ``[C]``.
 
     ``target``: global class indices ``[N, d1...]``, or probabilities of the shape of ``input``. ``num_classes``: of all
-    ranks; ``start``: the first local class. ``count``: rows of all ranks, needed for the mean with probabilities.
+    ranks, where indices that none of them has are refused; ``start``: the first local class. ``count``: rows of all ranks,
+    needed for the mean with probabilities.
     """
     class_axes, row_axes = communicating(class_axes), communicating(row_axes)
     if not class_axes and not row_axes:
         return F.cross_entropy(input, target, weight, None, ignore_index, None, reduction, label_smoothing)
     input = cast_by_autocast(input, _cross_entropy)
+    if class_axes and num_classes is not None and not target.is_floating_point():
+        _check_targets(target, num_classes, ignore_index)
     num_classes = num_classes if num_classes is not None else input.shape[_class_dim(input)]
     if target.is_floating_point():
         rows = _soft_rows(input, target, weight, label_smoothing, num_classes, class_axes)
@@ -70,6 +74,7 @@ def nll_loss(
     *,
     class_axes: Axes = (),
     row_axes: Axes = (),
+    num_classes: int | None = None,
     start: int = 0,
 ) -> Tensor:
     """``F.nll_loss`` of log-probabilities ``[N, C, d1...]`` or ``[C]`` and global class indices ``[N, d1...]``."""
@@ -81,6 +86,8 @@ def nll_loss(
             return F.nll_loss(input, target, weight, None, ignore_index, None, reduction)
         rows = F.nll_loss(input, target, weight, None, ignore_index, None, "none")
         return _reduced(rows, _row_weights(target, weight, ignore_index, rows.dtype), reduction, row_axes)
+    if num_classes is not None:
+        _check_targets(target, num_classes, ignore_index)
     # A rank without the class of a row adds zero: as if the row were ignored there.
     dim = _class_dim(input)
     index, here = _local_targets(target, start, input.shape[dim], ignore_index)
@@ -103,6 +110,11 @@ def _cross_entropy(input: Tensor) -> Tensor:
 
 def _nll_loss(input: Tensor) -> Tensor:
     return F.nll_loss(input, input.new_zeros(1, dtype=torch.long))
+
+
+def _check_targets(target: Tensor, num_classes: int, ignore_index: int) -> None:
+    known = ((target >= 0) & (target < num_classes)) | (target == ignore_index)
+    check_indices(known, f"a class that is no ignore_index ({ignore_index})", num_classes)
 
 
 def _class_dim(input: Tensor) -> int:

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.runtime.ops.axes import Axes, communicating
+from shardwright.runtime.ops.indices import check_indices
 
 
 def embedding(
@@ -19,14 +20,18 @@ def embedding(
     *,
     vocab_axes: Axes = (),
     start: int = 0,
+    num_embeddings: int | None = None,
 ) -> Tensor:
     """``F.embedding``; ``weight`` holds the rows from ``start`` on, and ids outside give zero rows.
 
-    ``input``: global ids, ``padding_idx``: a global index (not negative where the vocabulary is split).
+    ``input``: global ids, ``padding_idx``: a global index (not negative where the vocabulary is split). ``num_embeddings``: of
+    all ranks; ids that none of them has are then refused.
     """
     if not communicating(vocab_axes):
         return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     assert max_norm is None and not scale_grad_by_freq and not sparse, "these need the whole vocabulary"
+    if num_embeddings is not None:
+        check_indices((input >= 0) & (input < num_embeddings), "an id that an embedding looks up", num_embeddings)
     num_local = weight.shape[0]
     if num_local == 0:
         return weight.sum(0).expand(*input.shape, weight.shape[1]).contiguous()  # zeros, with a gradient to the empty weight

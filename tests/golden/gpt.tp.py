@@ -74,7 +74,7 @@ class GPT(ParallelModule):
         self.check_inputs({"tokens": tokens, "labels": labels})
         tp = self.axis("tp")
         # [batch, seq, hidden] P(tp)  token  tiny_gpt.py:51
-        token = embedding(tokens, self.token.weight, vocab_axes=(tp,), start=tp.offset(30))
+        token = embedding(tokens, self.token.weight, vocab_axes=(tp,), start=tp.offset(30), num_embeddings=30)
         arange = torch.arange(8, device=self.device)  # [seq]  tiny_gpt.py:51
         position = F.embedding(arange, self.position.weight)  # [seq, hidden]  position  tiny_gpt.py:51
         token_tp_sum = all_reduce(token, tp)  # tp: P -> R

@@ -14,14 +14,14 @@ from shardwright.compiler.ops.rule import LocalSizes, OpRule, ParallelFactor, Pa
 from shardwright.compiler.ops.terms import define_form, start_of
 
 _EMBEDDING = "input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False"
-_FORM = define_form("embedding", f"{_EMBEDDING}, *, vocab_axes=(), start=0")
+_FORM = define_form("embedding", f"{_EMBEDDING}, *, vocab_axes=(), start=0, num_embeddings=0")
 
 
-def _local_start(op: IROp, local: LocalSizes) -> Mapping[str, Arg]:
+def _local_rows(op: IROp, local: LocalSizes) -> Mapping[str, Arg]:
     assert op.rule is not None, f"{op.name} has no rule"
-    padding = op.arg("padding_idx")
-    from_the_end = {} if padding is None or padding >= 0 else {"padding_idx": padding + op.operands[1].shape[0]}
-    return {"start": start_of(op.rule.operands[1][0], local), **from_the_end}
+    padding, rows = op.arg("padding_idx"), op.operands[1].shape[0]
+    from_the_end = {} if padding is None or padding >= 0 else {"padding_idx": padding + rows}
+    return {"start": start_of(op.rule.operands[1][0], local), "num_embeddings": rows, **from_the_end}
 
 
 def _embedding(op: IROp) -> OpRule:
@@ -32,7 +32,7 @@ def _embedding(op: IROp) -> OpRule:
     if op.arg("scale_grad_by_freq") or op.arg("sparse"):  # the gradient counts indices, or has a layout of its own
         text = "*^, v^ h -> * h" if op.arg("scale_grad_by_freq") else "*, v^ h -> * h"
         return parse_rule(text, op, linear_sets=sets)
-    form = ParallelForm(_FORM, {"v": ParallelFactor()}, {"v": "vocab_axes"}, _local_start)
+    form = ParallelForm(_FORM, {"v": ParallelFactor()}, {"v": "vocab_axes"}, _local_rows)
     return parse_rule("*, v+ h -> * h", op, linear_sets=sets, parallel=form)
 
 

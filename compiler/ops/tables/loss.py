@@ -200,7 +200,8 @@ def _cross_entropy(form: str) -> Callable[[IROp], OpRule]:
         start = start_of(op.rule.operands[0][class_dim], local)
         return {
             **({"start": start} if start != 0 else {}),
-            **({"num_classes": shape[class_dim], "count": count} if op.target == "cross_entropy" else {}),
+            "num_classes": shape[class_dim],
+            **({"count": count} if op.target == "cross_entropy" else {}),
         }
 
     def rule(op: IROp) -> OpRule:
@@ -223,8 +224,8 @@ def _cross_entropy(form: str) -> Callable[[IROp], OpRule]:
 
 _CROSS_ENTROPY = "input, target, weight=None, ignore_index=-100, reduction='mean', label_smoothing=0.0"
 _NLL = "input, target, weight=None, ignore_index=-100, reduction='mean'"
-_AXES = "*, class_axes=(), row_axes=(), start=0"
-_FORM = define_form("cross_entropy", f"{_CROSS_ENTROPY}, {_AXES}, num_classes=0, count=0")
+_AXES = "*, class_axes=(), row_axes=(), start=0, num_classes=0"
+_FORM = define_form("cross_entropy", f"{_CROSS_ENTROPY}, {_AXES}, count=0")
 define("cross_entropy", _CROSS_ENTROPY, "F.cross_entropy", _cross_entropy(_FORM), (F.cross_entropy, _modern))
 _FORM = define_form("nll_loss", f"{_NLL}, {_AXES}")
 define("nll_loss", _NLL, "F.nll_loss", _cross_entropy(_FORM), (F.nll_loss, _modern))

@@ -59,7 +59,7 @@ DRAWN = 'rng=self.rng, draw="call", layout='
         (call(F.group_norm, IMAGE, 3, split="g"), "F.group_norm(x0, a.local_size(3))"),
         (call(F.conv2d, IMAGE, rand(4, 3, 3, 3), split="g", groups=2), "F.conv2d(x0, x1, groups=1)"),
         (call(F.conv2d, IMAGE, rand(4, 3, 3, 3), split="o", groups=2), "F.conv2d(x0, x1, groups=2)"),
-        (call(F.embedding, IDS, TABLE, split="v"), "embedding(x0, x1, vocab_axes=(a,), start=a.offset(7))"),
+        (call(F.embedding, IDS, TABLE, split="v"), "embedding(x0, x1, vocab_axes=(a,), start=a.offset(7), num_embeddings=7)"),
         (call(F.embedding, IDS, TABLE, split="h"), "F.embedding(x0, x1)"),
         (
             call(F.cross_entropy, LOGITS, TARGET, split="c"),

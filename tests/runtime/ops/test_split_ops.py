@@ -268,6 +268,49 @@ def test_embedding(num_rows, num_ranks):
         )
 
 
+@pytest.mark.parametrize("wrong", [-1, 7])
+@pytest.mark.parametrize("num_ranks", [2, 9])
+def test_an_id_that_no_rank_has_is_refused(num_ranks, wrong):
+    """One device refuses it, too; each rank by itself would take it for another's. Of nine ranks two have no row."""
+    ids, table = torch.tensor([[0, 6], [wrong, 3]]), randn(7, 5)
+
+    def look_up(ranks):
+        axis = ranks.axis("tp")
+        rows = slice(axis.offset(7), axis.offset(7) + axis.local_size(7))
+        keywords = {"vocab_axes": (axis,), "start": axis.offset(7), "num_embeddings": 7}
+        ops.embedding(ids.clamp(0, 6), table[rows], **keywords)
+        with pytest.raises(InputError) as caught:
+            ops.embedding(ids, table[rows], **keywords)
+        return str(caught.value)
+
+    assert set(on_mesh(Mesh((("tp", num_ranks),)), look_up)) == {
+        "an id that an embedding looks up is out of range\n"
+        "  why:   all of them are from 0 to 6\n"
+        "  try:   compare the inputs with the sizes of the model"
+    }
+
+
+@pytest.mark.parametrize("loss", [ops.cross_entropy, ops.nll_loss])
+@pytest.mark.parametrize("wrong", [-1, 7])
+def test_a_class_that_no_rank_has_is_refused(loss, wrong):
+    target, scores = torch.tensor([0, -100, 6, wrong]), randn(4, 7).log_softmax(1)
+
+    def compute(ranks):
+        axis = ranks.axis("tp")
+        local = scores[:, axis.offset(7) : axis.offset(7) + axis.local_size(7)]
+        keywords = {"class_axes": (axis,), "start": axis.offset(7), "num_classes": 7}
+        loss(local[:3], target[:3], **keywords)
+        with pytest.raises(InputError) as caught:
+            loss(local, target, **keywords)
+        return str(caught.value)
+
+    assert set(on_mesh(Mesh((("tp", 2),)), compute)) == {
+        "a class that is no ignore_index (-100) is out of range\n"
+        "  why:   all of them are from 0 to 6\n"
+        "  try:   compare the inputs with the sizes of the model"
+    }
+
+
 @RANKS
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize(("shape", "dim"), [((2, 3), 0), ((7, 3), 0), ((5, 3, 2, 3), 0), ((2, 3, 4), 2), ((1, 3, 5, 2), 2)])

@@ -23,7 +23,7 @@ from shardwright.runtime.checkpoint.tensor_files import FileRecord, TensorSource
 from shardwright.runtime.checkpoint.values import decode
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.regions import Region
-from shardwright.runtime.swap import write_folder
+from shardwright.runtime.swap import write_folder, writing
 
 MODEL_STEM = "model"
 OPTIMIZER_STEM = "optimizer"
@@ -74,7 +74,8 @@ def merge_checkpoint(directory: Path | str, out: Path | str, *, max_file_bytes: 
     if out.exists():
         raise CheckpointError(f"{out} exists", why="merging would replace it", hint="name a new folder, or delete it first")
     index = checked_index(folder)
-    with write_folder(out) as fresh, Contents(folder, index) as contents:
+    place = writing("the merged checkpoint", out, "another folder, or room and permission to write there")
+    with place, write_folder(out) as fresh, Contents(folder, index) as contents:
         _merge_into(fresh, contents, max_file_bytes).write(fresh / INDEX_FILE)
         sync_folder(fresh)
     return out

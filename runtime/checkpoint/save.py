@@ -33,7 +33,9 @@ from shardwright.runtime.checkpoint.values import encode
 from shardwright.runtime.errors import CheckpointError, ConfigError
 from shardwright.runtime.ranks.world import World, current_world
 from shardwright.runtime.regions import Region
-from shardwright.runtime.swap import write_file
+from shardwright.runtime.swap import write_file, writing
+
+WRITE_HINT = "another directory, or room and permission to write there"
 
 PATIENCE_S = 1800.0
 """How long rank 0 waits in the background for files of other ranks after the last one came."""
@@ -108,11 +110,12 @@ class CheckpointSave:
         assert self._snapshot is not None
         snapshot, self._snapshot = self._snapshot, None
         rank, files = self._world.rank, {}
-        if snapshot.sources:
-            name = _tensor_file(rank)
-            files[name] = write_tensors(self.folder / name, snapshot.sources)
-        replace(snapshot.index, files=files).write(self.folder / _part_file(rank))
-        sync_folder(self.folder)
+        with writing("a checkpoint", self.folder, WRITE_HINT):
+            if snapshot.sources:
+                name = _tensor_file(rank)
+                files[name] = write_tensors(self.folder / name, snapshot.sources)
+            replace(snapshot.index, files=files).write(self.folder / _part_file(rank))
+            sync_folder(self.folder)
 
     def _tell_failure(self, error: Exception) -> None:
         try:
@@ -181,8 +184,8 @@ def save_checkpoint(
     to host memory and written in the background; the next save or load, or ``wait()`` of the result, waits for it and raises
     its errors.
 
-    Raises :class:`CheckpointError` for what cannot be saved, by name, and :class:`ConfigError` for a ``step`` that is no
-    count.
+    Raises :class:`CheckpointError` for what cannot be saved, by name, :class:`FileError` where it cannot be written, and
+    :class:`ConfigError` for a ``step`` that is no count.
     """
     if keep is not None and keep < 1:
         raise ConfigError(f"keep={keep} would delete the checkpoint itself", hint="keep at least 1, or None for all")
@@ -195,7 +198,8 @@ def save_checkpoint(
         if async_save:
             snapshot = snapshot.on_host()
         if world.rank == 0:
-            folder = make_folder(directory, step)
+            with writing("a checkpoint", directory, WRITE_HINT):
+                folder = make_folder(directory, step)
     name = world.broadcast_object(None if folder is None else folder.name)
     with together(world):
         if not (directory / name).is_dir():

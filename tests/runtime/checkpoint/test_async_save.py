@@ -9,7 +9,7 @@ from torch import nn
 
 import shardwright
 from shardwright.runtime.checkpoint import save as saving
-from shardwright.runtime.errors import CheckpointError
+from shardwright.runtime.errors import CheckpointError, FileError
 from shardwright.runtime.ranks.world import current_world
 
 PLAN = ("tp", 2, 4)
@@ -79,9 +79,12 @@ def test_errors_surface(tmp_path, monkeypatch, when):
             save.wait()
         else:
             shardwright.save_checkpoint(tmp_path, net)
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(FileError, match=r"^a checkpoint cannot be written to .*/000001\n  why:   No space left on device\n"):
         save.wait()
     monkeypatch.undo()
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(FileError, match=r"^a checkpoint cannot be written to .*/file\n  why:   File exists"):
+        shardwright.save_checkpoint(tmp_path / "file", net)
     shardwright.save_checkpoint(tmp_path, net, step=3)  # told once, it does not stand in the way
     assert shardwright.read_checkpoint(tmp_path).step == 3
 

@@ -15,7 +15,7 @@ from torch import nn
 import shardwright
 from shardwright.__main__ import main
 from shardwright.runtime.checkpoint import merge_files, tensor_files
-from shardwright.runtime.errors import CheckpointError
+from shardwright.runtime.errors import CheckpointError, FileError
 
 PLAN = ("tp", 2, 2)
 
@@ -108,6 +108,8 @@ def test_what_is_in_the_way(run, tmp_path):
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
         shardwright.merge_checkpoint(tmp_path / "file", tmp_path / "merged")
+    with pytest.raises(FileError, match=r"the merged checkpoint cannot be written to .*file/merged\n  why:   Not a directory"):
+        shardwright.merge_checkpoint(run[0], tmp_path / "file" / "merged")
 
 
 def test_a_damaged_checkpoint_leaves_nothing_behind(run, tmp_path, monkeypatch):

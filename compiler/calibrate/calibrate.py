@@ -7,6 +7,7 @@ where ranks share cores (:class:`~shardwright.compiler.schedule.sharing.Sharing`
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import platform
 import time
@@ -114,18 +115,21 @@ def describe(measured: dict[str, Any]) -> Hardware:
         residuals |= errors
     if facts.get("sharing"):
         device = while_all_compute(device, Sharing(**facts["sharing"]))
-    tiers = []
+    tiers: list[Tier] = []
+    untold: dict[str, str] = {}
     for name, sizes in measured["sizes"].items():
-        tier, errors = _describe_tier(name, tuple(sizes), [p for p in measured["links"] if p["tier"] == name], bytes_per_s)
+        points = [point for point in measured["links"] if point["tier"] == name]
+        tier, errors, own = _describe_tier(name, tuple(sizes), points, bytes_per_s)
         tiers.append(tier)
         residuals |= errors
+        untold |= own
     how = f"measured by shardwright calibrate, {date.today()}, torch {torch.__version__}, {facts['ranks']}"
     return Hardware(
         name=facts["host"],
         device=device,
         tiers=tuple(tiers),
         residuals=residuals,
-        sources={"device": how, "tiers": how},
+        sources={"device": how, "tiers": how, **untold},
         measurements={key: value for key, value in measured.items() if key not in ("device", "sizes")},
     )
 
@@ -165,14 +169,31 @@ def while_all_compute(device: Device, sharing: Sharing) -> Device:
     )
 
 
-def _describe_tier(name: str, sizes: tuple[int, ...], points: Points, copy_bytes_per_s: float) -> tuple[Tier, dict[str, float]]:
-    """One tier: numbers for every kind of collective, and of all of them for those there will be."""
+def _describe_tier(
+    name: str, sizes: tuple[int, ...], points: Points, copy_bytes_per_s: float
+) -> tuple[Tier, dict[str, float], dict[str, str]]:
+    """One tier: numbers for every kind of collective, and of all of them for those there will be; the errors of the fits; and
+    where numbers come from that the points do not tell.
+    """
     if not points:  # a device alone: no collective ever asks
-        return Tier(name, sizes, 0.0, copy_bytes_per_s), {}
-    link, error = fit_link(points)
-    fits = {kind: fit_link([point for point in points if point["kind"] == kind]) for kind in COLLECTIVES}
+        return Tier(name, sizes, 0.0, copy_bytes_per_s), {}, {}
+    link, error = fit_link(points, copy_bytes_per_s)
+    fits = {kind: fit_link([p for p in points if p["kind"] == kind], link.bytes_per_s) for kind in COLLECTIVES}
     tier = Tier(name, sizes, link.latency_s, link.bytes_per_s, kinds={kind: fit for kind, (fit, _) in fits.items()})
-    return tier, {f"{name}.all kinds": error} | {f"{name}.{kind}": error for kind, (_, error) in fits.items()}
+    errors = {f"{name}.all kinds": error} | {f"{name}.{kind}": error for kind, (_, error) in fits.items()}
+    untold = {f"{name}.{kind}": OF_ALL_KINDS for kind, (fit, _) in fits.items() if _same(fit.bytes_per_s, link.bytes_per_s)}
+    if _same(link.bytes_per_s, copy_bytes_per_s):
+        untold = {f"{name}.all kinds": OF_MEMORY, **untold}
+    return tier, errors, untold
+
+
+OF_ALL_KINDS = "larger messages took no longer, so that its bandwidth is that of all kinds"
+OF_MEMORY = "larger messages took no longer, so that the bandwidth is that of memory"
+"""Of a link, in sources."""
+
+
+def _same(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-12)
 
 
 def _check_request(device_type: str, num_ranks: int | None) -> None:

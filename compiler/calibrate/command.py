@@ -87,6 +87,9 @@ def show(console: Console, hardware: Hardware) -> None:
             links.add_row(tier.name, kind, *numbers)
     if links.row_count:
         console.print(links)
+    for name, source in hardware.sources.items():
+        if name not in ("device", "tiers"):
+            console.print(f"{name}: {source}. On a quiet machine, and without --quick, it can be told.", soft_wrap=True)
 
 
 def _rate(bytes_per_s: float) -> str:

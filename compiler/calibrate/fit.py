@@ -86,8 +86,10 @@ def fit_rates(points: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, flo
     }
 
 
-def fit_link(points: Points) -> tuple[Link, float]:
+def fit_link(points: Points, otherwise: float = FASTEST_BYTES_PER_S) -> tuple[Link, float]:
     """The link on which the model of collectives comes closest to the points, and its mean relative error.
+
+    ``otherwise``: its bytes per second where larger messages took no longer, so that the points tell none.
 
     For each point one algorithm's line counts, ``steps * latency + share * bytes / bandwidth``; which one depends on the link.
     Given the lines, least squares of the relative errors; then the lines are chosen anew, until they stay.
@@ -98,7 +100,7 @@ def fit_link(points: Points) -> tuple[Link, float]:
     for _ in range(20):
         steps = np.array([line[0] / point["seconds"] for line, point in zip(chosen, points, strict=True)])
         shares = np.array([line[1] * point["bytes"] / point["seconds"] for line, point in zip(chosen, points, strict=True)])
-        latency, per_byte = _least_squares(steps, shares)
+        latency, per_byte = _least_squares(steps, shares, 1 / otherwise)
         best = [
             min(options, key=lambda line: line[0] * latency + line[1] * point["bytes"] * per_byte)
             for options, point in zip(lines, points, strict=True)
@@ -111,14 +113,16 @@ def fit_link(points: Points) -> tuple[Link, float]:
     return Link(latency, 1 / per_byte), error
 
 
-def _least_squares(steps: Any, shares: Any) -> tuple[float, float]:
-    """``latency >= 0`` and ``per_byte > 0`` with the least ``|latency * steps + per_byte * shares - 1|^2``."""
+def _least_squares(steps: Any, shares: Any, least: float) -> tuple[float, float]:
+    """``latency >= 0`` and ``per_byte > 0`` with the least ``|latency * steps + per_byte * shares - 1|^2``; where the best
+    ``per_byte`` is not positive, with ``least`` in its place.
+    """
     latency, per_byte = np.linalg.lstsq(np.stack([steps, shares], axis=1), np.ones(len(steps)), rcond=None)[0].tolist()
     if latency < 0:
-        latency, per_byte = 0.0, float(shares.sum() / (shares @ shares))
-    elif per_byte <= 0:
-        latency, per_byte = float(steps.sum() / (steps @ steps)), 0.0
-    return latency, max(per_byte, 1 / FASTEST_BYTES_PER_S)
+        return 0.0, float(shares.sum() / (shares @ shares))
+    if per_byte <= 1 / FASTEST_BYTES_PER_S:
+        return max(0.0, float(steps @ (1 - least * shares) / (steps @ steps))), least
+    return latency, per_byte
 
 
 def mean_error(pairs: Iterable[tuple[float, float]]) -> float:

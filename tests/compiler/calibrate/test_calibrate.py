@@ -26,7 +26,7 @@ from shardwright.compiler.calibrate.effort import Effort, effort_for
 from shardwright.compiler.calibrate.reference import REFERENCES
 from shardwright.compiler.calibrate.timing import seconds_per_call
 from shardwright.compiler.cli import main
-from shardwright.compiler.cost.collectives import collective_s
+from shardwright.compiler.cost.collectives import collective_s, flat_lines
 from shardwright.compiler.cost.hardware import COLLECTIVES, Hardware, load_hardware
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.schedule.sharing import Sharing
@@ -116,6 +116,29 @@ def test_ranks_that_share_cores_are_slower_while_all_compute(capsys: pytest.Capt
     rows = {tuple(line.split("  ")[0].split()): line for line in shown.splitlines()}
     assert f" {amount(theirs.launch_s, 's')} " in rows["least", "time", "of", "an", "operator"]
     assert f" {amount(theirs.bytes_per_s, 'B', digits=4)}/s " in rows[("memory",)]
+
+
+def test_links_whose_larger_messages_take_no_longer_have_the_bandwidth_of_others(capsys: pytest.CaptureFixture[str]) -> None:
+    """None is made up, and the file and the command say so."""
+    sizes, flat = (1024, 65536, 4194304), {"all_gather"}
+
+    def seconds(kind: str, num_bytes: int) -> float:
+        return max(flat_lines(kind, 2))[0] * 1e-4 * num_bytes**-0.01 if kind in flat else 1e-5 + num_bytes / 1e9
+
+    found = run_ranks(2, lambda rank: measure(current_world(), TINY))[0]
+    points = [{"tier": "node", "kind": k, "ranks": 2, "bytes": n, "seconds": seconds(k, n)} for k in COLLECTIVES for n in sizes]
+    hardware = describe({**found, "links": points})
+    (tier,) = hardware.tiers
+    assert tier.kinds["all_gather"].bytes_per_s == pytest.approx(tier.bytes_per_s)
+    assert tier.kinds["all_gather"].latency_s == pytest.approx(1e-4, rel=0.5)
+    told = "larger messages took no longer, so that its bandwidth is that of all kinds"
+    assert {name: source for name, source in hardware.sources.items() if "." in name} == {"node.all_gather": told}
+    command.show(Console(width=200), hardware)
+    assert f"node.all_gather: {told}. On a quiet machine" in capsys.readouterr().out
+    flat |= set(COLLECTIVES)
+    hardware = describe({**found, "links": [{**point, "seconds": seconds(point["kind"], point["bytes"])} for point in points]})
+    assert hardware.tiers[0].bytes_per_s == pytest.approx(hardware.device.bytes_per_s)
+    assert "node.all kinds" in hardware.sources
 
 
 def test_a_cpu_waits_for_its_host() -> None:

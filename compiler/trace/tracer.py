@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,24 +20,29 @@ from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.known_functions import register_known
 from shardwright.compiler.trace import inplace
+from shardwright.compiler.trace.call_arguments import (
+    has_traced,
+    is_sizes,
+    only_first_differentiable,
+    tensors_in,
+    without_empty,
+    without_inplace_flag,
+)
 from shardwright.compiler.trace.callables import is_getter, is_setter, plain_name
-from shardwright.compiler.trace.constants import RANDOM, SIZED, Constants
+from shardwright.compiler.trace.constants import SIZED, Constants
 from shardwright.compiler.trace.fake_forms import FAKE_FORMS
+from shardwright.compiler.trace.gradient_facts import FACTS, GradientFacts
 from shardwright.compiler.trace.normalise import on_rank_device
 from shardwright.compiler.trace.opening import opened
 from shardwright.compiler.trace.recorder import Call, Recorder, TensorType, Variable
-from shardwright.compiler.trace.selections import READERS, Selection, elementwise, of_elements
-from shardwright.compiler.trace.source import called_by_user, user_frame
+from shardwright.compiler.trace.selecting import UNRECORDED, Selecting
+from shardwright.compiler.trace.source import user_frame
 from shardwright.compiler.trace.strided import strided
 from shardwright.compiler.trace.value_checks import Unread, passing, unread
 from shardwright.compiler.trace.values_needed import VALUE_READERS, explained
 from shardwright.runtime.errors import ShardwrightError, TraceError
 
 _LITERALS = {torch.tensor, torch.as_tensor, torch.asarray}
-_UNRECORDED = {"is_floating_point", "retain_grad", "__repr__", "__format__", "__str__", "__hash__"}
-_GRADIENT_FACTS = {"requires_grad", "is_leaf", "grad_fn"}
-_SIZELESS = {"dtype", "device", "ndim", "layout"}
-"""What may be read of elements that a mask chooses, without knowing how many they are."""
 _TENSOR_PROPERTIES = {"T", "mT", "H", "mH", "data", "real", "imag"}
 _CASTS = {"to", "float", "double", "half", "bfloat16", "int", "long", "bool", "type", "type_as"}
 _DEVICE_MOVES = {"cpu", "cuda", "xpu"}
@@ -60,6 +64,7 @@ class Tracer(TorchFunctionMode):
     def __init__(self, recorder: Recorder, constants: Constants) -> None:
         super().__init__()
         self._recorder, self._constants = recorder, constants
+        self._selecting, self._facts = Selecting(recorder, constants, self), GradientFacts(recorder)
         self._running = 0  # calls being executed: what they call themselves is not recorded
         self._open: list[Any] = []  # composites that run opened now
 
@@ -68,19 +73,19 @@ class Tracer(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = plain_name(func)
-        if self._recorder.selections and not self._running and any(map(self._selection, _tensors((args, kwargs)))):
-            return self._read_selection(func, name, args, kwargs)
-        if name in _GRADIENT_FACTS and is_getter(func) and args[0] is not None and not self._running:
-            return self._gradient_fact(func, name, args[0])
+        if not self._running and self._selecting.is_read((args, kwargs)):
+            return self._selecting.read(func, name, args, kwargs)
+        if name in FACTS and is_getter(func) and args[0] is not None and not self._running:
+            return self._facts.read(func, name, args[0])
         if name in ("requires_grad", "requires_grad_") and not is_getter(func) and not self._running:
             asks = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-            return self._ask_gradient(func, name, args[0], asks=bool(asks))
+            return self._facts.ask(func, name, args[0], asks=bool(asks))
         if is_setter(func):
             if name == "data":
                 raise self._error("forward assigns to x.data", "use x.copy_(y), or a new tensor")
             return func(*args)
         formats_value = name == "__format__" and args[1]
-        if is_getter(func) and name not in _TENSOR_PROPERTIES or (name in _UNRECORDED and not formats_value):
+        if is_getter(func) and name not in _TENSOR_PROPERTIES or (name in UNRECORDED and not formats_value):
             return func(*args, **kwargs)
         if is_getter(func) and name in ("H", "mH"):
             func = torch.adjoint
@@ -94,156 +99,21 @@ class Tracer(TorchFunctionMode):
             if (real := self._real_values((args, kwargs))) is not None:
                 with unset_fake_temporarily():
                     return func(*real[0], **real[1])
-            if (chosen := self._select(func, name, args, kwargs, error)) is not None:
+            untraceable = self._untraceable(func, name, args, error)
+            if (chosen := self._selecting.select(name, args, kwargs, untraceable)) is not None:
                 return chosen
-            raise self._untraceable(func, name, args, error) from error
+            raise untraceable from error
         except Exception as error:
             if name in VALUE_READERS or _NO_DATA in str(error):
                 raise self._untraceable(func, name, args, error) from error
             raise
 
-    # elements chosen by a mask, see :mod:`shardwright.compiler.trace.selections`
-
-    def _select(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-        """What stands for ``x[mask]`` or ``x.masked_select(mask)``; ``None`` if the call is neither."""
-        names = {"__getitem__": ("x", "index"), "masked_select": ("input", "mask")}.get(name, ())
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if len(given) != 2 or set(given) != set(names):
-            return None
-        whole, index = self._on_fakes(tuple(given[key] for key in names))
-        items = index if isinstance(index, tuple) else (index,)
-        if name == "masked_select" and (not isinstance(index, torch.Tensor) or index.shape != whole.shape):
-            return None
-        if (places := self._places(items)) is not None:
-            with self:
-                return whole[places]
-        mask = items[0]
-        if len(items) > 1 or not _is_mask(mask) or mask.ndim == 0 or mask.shape != whole.shape[: mask.ndim]:
-            return None
-        value = self._recorder.value(mask)
-        others = (self._recorder.value(chosen.mask) for chosen in self._recorder.selections.values())
-        mask_name = next((other for other in others if self._same(other, value)), value).name
-        return self._stand_in(
-            Selection(self._as_it_is(whole), self._as_it_is(mask), mask_name, self._untraceable(func, name, args, error))
-        )
-
-    def _places(self, index: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """An index with the places where its masks are true; ``None`` without masks, or if the values of one are not known."""
-        places: list[Any] = []
-        if not any(map(_is_mask, index)):
-            return None
-        for item in index:
-            known = self._constants.real(item) if _is_mask(item) else None
-            if _is_mask(item) and known is None:
-                return None
-            with unset_fake_temporarily():
-                places += [item] if known is None else known.nonzero(as_tuple=True)
-        return tuple(places)
-
-    def _same(self, one: IRValue, other: IRValue) -> bool:
-        """Whether two values are one, or made by equal calls."""
-        (call, index), (again, position) = (self._recorder.calls.get(value.name, (None, 0)) for value in (one, other))
-        made_alike = call is not None and call.name not in RANDOM and (call, index) == (again, position)
-        return one == other or made_alike
-
-    def _as_it_is(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The value of now of a tensor, which forward may change in place later."""
-        if not torch.is_grad_enabled():
-            with self:
-                tensor = tensor.detach()
-        kept: torch.Tensor = torch.ops.aten.alias(tensor)
-        self._recorder.bind(kept, Variable(self._recorder.value(tensor)))
-        return kept
-
-    def _stand_in(self, chosen: Selection) -> torch.Tensor:
-        """A fake for a selection; its size means nothing."""
-        fake = torch.empty(0, *chosen.row, dtype=chosen.whole.dtype)
-        self._recorder.selections[id(fake)] = chosen
-        self._recorder.keep(fake)
-        return fake
-
-    def _selection(self, tensor: torch.Tensor) -> Selection | None:
-        return self._recorder.selections.get(id(tensor))
-
-    def _read_selection(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that gets a selection: by operators on the whole tensor, if it needs no size."""
-        if is_getter(func) and name in _SIZELESS or name in _UNRECORDED:
-            return func(*args, **kwargs)
-
-        def chosen(arg: Any) -> Any:
-            return self._selection(arg) or arg if isinstance(arg, torch.Tensor) else arg
-
-        arguments, named = tuple(map(chosen, args)), {key: chosen(arg) for key, arg in kwargs.items()}
-        result, form = NotImplemented, elementwise(name)
-        with self:
-            if is_getter(func):
-                pass
-            elif name in READERS and _binds(READERS[name], arguments, named):
-                result = READERS[name](*arguments, **named)
-            elif name == "__setitem__":
-                result = self._write_selection(*arguments)
-            elif form is not None:
-                result = of_elements(getattr(torch.Tensor, form[0], func) if form[1] else func, arguments, named)
-        if result is NotImplemented:
-            raise next(filter(None, map(self._selection, _tensors((args, kwargs))))).error
-        if form is not None and form[1]:
-            self._recorder.selections[id(args[0])] = result
-            return args[0]
-        return self._stand_in(result) if isinstance(result, Selection) else result
-
-    def _write_selection(self, target: Any, index: Any, chosen: Any) -> Any:
-        """``target[mask] = chosen``, where the same mask has chosen it."""
-        (mask,) = index if isinstance(index, tuple) and len(index) == 1 else (index,)
-        if not isinstance(target, torch.Tensor) or not _is_mask(mask) or not isinstance(chosen, Selection):
-            return NotImplemented
-        by = self._recorder.value(chosen.mask)
-        if not self._same(by, self._recorder.value(mask)) or chosen.whole.shape != target.shape:
-            return NotImplemented
-        target.copy_(torch.where(chosen.rows_of(chosen.mask), chosen.whole, target))
-        return None
-
-    def _gradient_fact(self, func: Any, name: str, tensor: torch.Tensor) -> Any:
-        """``x.requires_grad`` and the like as they are outside of a trace, in which all floating inputs require a gradient."""
-        recorder = self._recorder
-        if not isinstance(tensor, FakeTensor) or id(tensor) not in recorder.variables:
-            return func(tensor)
-        if recorder.follows_inputs(tensor) and called_by_user():
-            does = "does" if recorder.requires_gradient(tensor) else "does not"
-            warnings.warn(
-                f"forward reads {name} of a tensor made of its arguments: {recorder.where()}; as made of the dummy arguments "
-                f"it {does} require a gradient, and the compiled module goes on like this for all arguments",
-                stacklevel=3,
-            )
-        if name == "requires_grad":
-            return recorder.requires_gradient(tensor)
-        is_leaf = recorder.is_leaf(tensor)
-        return is_leaf if name == "is_leaf" else None if is_leaf else func(tensor)
-
-    def _ask_gradient(self, func: Any, name: str, tensor: torch.Tensor, *, asks: bool) -> Any:
-        """``x.requires_grad_(asks)``, or an assignment to ``x.requires_grad``."""
-        recorder = self._recorder
-        result = tensor if name == "requires_grad_" else None
-        if not isinstance(tensor, FakeTensor):
-            return func(tensor, asks)
-        requires = recorder.requires_gradient(tensor)
-        if asks:
-            if not tensor.requires_grad:  # others made of floating inputs do already
-                func(tensor, asks)
-            recorder.ask_gradient(recorder.value(tensor), leaf=not requires)
-        elif requires:
-            raise self._error(
-                "forward sets requires_grad of a tensor to False that requires a gradient",
-                "use x.detach(), which leaves the other tensor as it is",
-                "the tensor may be the caller's, and in a graph it would still take its gradient",
-            )
-        return result
-
     def _call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.Tensor.new_tensor:  # a literal: of the tensor, only the dtype is used
             func, args, kwargs = torch.tensor, args[1:], {"dtype": args[0].dtype, **kwargs}
-        if func in _LITERALS and not _has_traced(args, kwargs):
+        if func in _LITERALS and not has_traced(args, kwargs):
             return self._literal(func, args, kwargs)
-        if func in _LITERALS and args and _is_sizes(args[0]):
+        if func in _LITERALS and args and is_sizes(args[0]):
             with self:
                 return _tensor_of_sizes(args[0], kwargs.get("dtype"))
         if func is torch.autograd.grad or func is torch.Tensor.backward:
@@ -265,7 +135,7 @@ class Tracer(TorchFunctionMode):
             return self._overwrite(torch.Tensor.copy_, "copy_", (kwargs["out"], result), {})
         if name in _DEVICE_MOVES:
             return args[0]
-        args, kwargs = self._on_fakes(args), {key: self._on_fakes(value) for key, value in kwargs.items()}
+        args, kwargs = self.on_fakes(args), {key: self.on_fakes(value) for key, value in kwargs.items()}
         if kwargs.get("device") is not None:
             kwargs["device"] = _CPU
         if name == "to":
@@ -274,7 +144,7 @@ class Tracer(TorchFunctionMode):
             return self._overwrite(func, name, args, kwargs)
         if name in inplace.DRAWS and func is getattr(torch.Tensor, name):
             return self._redraw(func, name, args, kwargs)
-        if (written := _inplace_flag(func, args, kwargs)) is not None:
+        if (written := without_inplace_flag(func, args, kwargs)) is not None:
             return self._in_place(func, func, args, kwargs, *written)
         if name in inplace.METADATA_CHANGES:
             return self._reshaped_in_place(func, name, args, kwargs)
@@ -315,10 +185,10 @@ class Tracer(TorchFunctionMode):
     def record(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any = None) -> Any:
         """Run a call that changes none of its arguments, and record it if it makes tensors."""
         recorder = self._recorder
-        inputs = list(_tensors((args, kwargs)))
+        inputs = list(tensors_in((args, kwargs)))
         versions = [tensor._version for tensor in inputs if not tensor.is_inference()]
         out = self._run(run or func, args, kwargs)
-        results = list(_tensors(out))
+        results = list(tensors_in(out))
         if name in _PIECES and len(results) == 1:  # in a graph, an operator of one result gives no tuple
             return type(out)((self._only_piece(name, args, kwargs),))
         found = registry.find(func)
@@ -336,7 +206,7 @@ class Tracer(TorchFunctionMode):
         unchanged = name in _CASTS or not torch.is_grad_enabled()  # without gradients, x.contiguous() would cut those of x
         if unchanged and any(results[0] is tensor for tensor in inputs):
             return out
-        if name == "cat" and (kept := _without_empty(args, kwargs)) is not None:
+        if name == "cat" and (kept := without_empty(args, kwargs)) is not None:
             args, kwargs = kept
             if len(args[0]) == 1:
                 recorder.bind(results[0], Variable(recorder.value(args[0][0])))
@@ -472,7 +342,7 @@ class Tracer(TorchFunctionMode):
 
     # running
 
-    def _on_fakes(self, arg: Any) -> Any:
+    def on_fakes(self, arg: Any) -> Any:
         """An argument with captured tensors as fakes, and every device the CPU."""
         if isinstance(arg, FakeTensor):
             return arg
@@ -487,7 +357,7 @@ class Tracer(TorchFunctionMode):
         if isinstance(arg, torch.device):
             return _CPU
         if type(arg) in (tuple, list):
-            return type(arg)(self._on_fakes(item) for item in arg)
+            return type(arg)(self.on_fakes(item) for item in arg)
         return arg
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -498,7 +368,7 @@ class Tracer(TorchFunctionMode):
         except RuntimeError as error:
             if "not differentiable with respect to argument" not in str(error):
                 raise
-            return func(*_only_first_differentiable(args), **kwargs)
+            return func(*only_first_differentiable(args), **kwargs)
         finally:
             self._running -= 1
 
@@ -506,7 +376,7 @@ class Tracer(TorchFunctionMode):
         """Record ``cls.apply(...)`` of an autograd Function as one operator."""
         if self._running:
             return original(*args, **kwargs)
-        args = self._on_fakes(args)
+        args = self.on_fakes(args)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with torch._C.DisableTorchFunction():
@@ -555,40 +425,9 @@ class Tracer(TorchFunctionMode):
     def _untraceable(self, func: Any, name: str, args: tuple[Any, ...], error: Exception) -> TraceError:
         if isinstance(error, UnsupportedOperatorException):
             return self._error(f"{name}() has no rule for fake tensors", "hide the call behind register_op", str(error))
-        drawn = name in VALUE_READERS and any(map(self._constants.is_drawn, _tensors(args)))
+        drawn = name in VALUE_READERS and any(map(self._constants.is_drawn, tensors_in(args)))
         why, hint = explained(func, name, drawn=drawn)
         return self._error(f"{name}() needs the values of a tensor while tracing", hint, why)
-
-
-def _tensors(arg: Any) -> Iterator[torch.Tensor]:
-    """The tensors in an argument or result, in order."""
-    if isinstance(arg, torch.Tensor):
-        yield arg
-    elif isinstance(arg, tuple | list):
-        for item in arg:
-            yield from _tensors(item)
-    elif isinstance(arg, dict):
-        for item in arg.values():
-            yield from _tensors(item)
-
-
-def _is_mask(item: Any) -> bool:
-    return isinstance(item, torch.Tensor) and item.dtype == torch.bool
-
-
-def _binds(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether ``function`` takes these arguments."""
-    try:
-        inspect.signature(function).bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
-
-
-def _is_sizes(data: Any) -> bool:
-    """Whether ``data`` is a number or a flat list of numbers."""
-    items = data if isinstance(data, tuple | list) else (data,)
-    return all(isinstance(item, bool | int | float | torch.SymInt | torch.SymFloat) for item in items)
 
 
 def _tensor_of_sizes(data: Any, dtype: torch.dtype | None) -> torch.Tensor:
@@ -599,43 +438,6 @@ def _tensor_of_sizes(data: Any, dtype: torch.dtype | None) -> torch.Tensor:
         dtype = torch.get_default_dtype() if floating else torch.int64
     parts = [torch.full((), item, dtype=dtype) for item in items]
     return torch.stack(parts) if isinstance(data, tuple | list) else parts[0]
-
-
-def _only_first_differentiable(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments for a loss that refuses targets with gradients: every floating input of a trace has one."""
-    rest = (arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args[1:])
-    return (*args[:1], *rest)
-
-
-def _has_traced(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether something that exists only while tracing is among the arguments."""
-
-    def traced(arg: Any) -> bool:
-        if isinstance(arg, tuple | list):
-            return any(map(traced, arg))
-        return isinstance(arg, FakeTensor | torch.SymInt | torch.SymFloat)
-
-    return traced(args) or traced(tuple(kwargs.values()))
-
-
-def _inplace_flag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments of ``F.relu(x, inplace=True)`` without the flag; ``None`` if it is not set."""
-    if kwargs.get("inplace"):
-        return args, {key: value for key, value in kwargs.items() if key != "inplace"}
-    if len(args) < 2 or args[-1] is not True or not inspect.isfunction(func):
-        return None
-    parameters = list(inspect.signature(func).parameters)
-    is_flag = len(parameters) >= len(args) and parameters[len(args) - 1] == "inplace"
-    return (args[:-1], kwargs) if is_flag else None
-
-
-def _without_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments of ``torch.cat`` without empty one-dim tensors, which it ignores; ``None`` if there are none."""
-    tensors = args[0] if args else kwargs["tensors"]
-    kept = [tensor for tensor in tensors if tensor.ndim != 1 or tensor.shape[0] != 0]
-    if len(kept) == len(tensors) or not kept:
-        return None
-    return (kept, *args[1:]), {key: value for key, value in kwargs.items() if key != "tensors"}
 
 
 def _distinct(out: Any, results: list[torch.Tensor], inputs: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:

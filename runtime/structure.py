@@ -143,6 +143,12 @@ def map_leaves(obj: Any, function: Callable[[str, Any], Any], path: str = "") ->
     return rebuild(type(obj), items)
 
 
+def tensors_of(obj: Any) -> Any:
+    """The tensors of a structure, depth first, as a tuple; a lone one as it is: ``(out, None)`` gives ``out``."""
+    tensors = tuple(leaf for leaf in flatten(obj).values() if isinstance(leaf, torch.Tensor))
+    return tensors[0] if len(tensors) == 1 else tensors
+
+
 def _is_named_tuple(obj: Any) -> bool:
     return isinstance(obj, tuple) and hasattr(obj, "_fields")
 

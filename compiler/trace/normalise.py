@@ -68,7 +68,7 @@ def bind(function: Any, args: tuple[Arg, ...], kwargs: Mapping[str, Arg], *, whe
     try:
         if normalise is not None:
             args, kwargs = normalise(args, dict(kwargs))
-        return Bound(opdef.name, opdef.bind(tuple(args), kwargs), opdef.name)
+        return Bound(opdef.name, opdef.bind(tuple(args), kwargs), opdef.name.rpartition(".")[2])
     except AnnotationError as error:
         raise TraceError(
             f"a call of {opdef.name} does not fit its entry in the operator table", where=where, why=str(error)

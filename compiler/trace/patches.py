@@ -17,6 +17,7 @@ import torch.utils.checkpoint as checkpointing
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shardwright.compiler.trace.loops import known_functions_of
 from shardwright.compiler.trace.running_modules import RunningModules
 from shardwright.compiler.trace.source import user_location
 from shardwright.runtime.errors import TraceError
@@ -49,13 +50,16 @@ def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
 
 @contextmanager
 def patched(
+    module: torch.nn.Module,
     running: RunningModules,
     tracer: FunctionCalls,
     note_training: Callable[[], None],
     real_values: Callable[[torch.Tensor], torch.Tensor | None],
 ) -> Iterator[None]:
-    """All patches. ``tracer`` records functions that torch does not dispatch; ``note_training`` is called when a module reads
-    ``self.training``; ``real_values`` gives those of a tensor that follows from constants alone.
+    """All patches while ``module`` is traced. ``tracer`` records functions that torch does not dispatch.
+
+    ``note_training`` is called when a module reads ``self.training``; ``real_values`` gives those of a tensor that follows
+    from constants alone.
     """
     with ExitStack() as stack:
         stack.enter_context(_functions_applied_by(tracer.apply_function))
@@ -65,6 +69,8 @@ def patched(
         stack.enter_context(_training_watched(note_training))
         stack.enter_context(_batches_averaged())
         stack.enter_context(_constants_readable(real_values))
+        for owner, name, function in list(known_functions_of(module)):
+            stack.enter_context(replaced(owner, name, function))
         if hasattr(torch, "_check_tensor_all_with"):  # a check of values: nothing to check, nothing to compute
             stack.enter_context(replaced(torch, "_check_tensor_all_with", lambda *args, **kwargs: None))
         stack.enter_context(replaced(torch.distributions.Distribution, "_validate_args", False))  # checks of values, too

@@ -27,6 +27,7 @@ from shardwright.compiler.trace.fakes import (
     unchanged,
     without_logs_of_fakes,
 )
+from shardwright.compiler.trace.loops import warn_of_unrolled
 from shardwright.compiler.trace.patches import patched
 from shardwright.compiler.trace.recorder import Recorder, Variable
 from shardwright.compiler.trace.running_modules import RunningModules
@@ -81,6 +82,7 @@ class _Run:
         signature = tuple((name, input_tree(self.recorder, value)) for name, value in arguments.items())
         result = self._run_forward(arguments)
         self.dynamic.check()
+        warn_of_unrolled(self.recorder.ops)
         graph = IRGraph(
             name=self.name,
             inputs=tuple(self.inputs.values()),
@@ -150,7 +152,7 @@ class _Run:
                 if self.dynamic.env is not None:  # some kernels take sizes as numbers; their Python forms do not
                     stack.enter_context(enable_python_dispatcher())
                 stack.enter_context(one_autocast(self.autocast))
-                stack.enter_context(patched(self.running, tracer, note_training, self.constants.real))
+                stack.enter_context(patched(self.module, self.running, tracer, note_training, self.constants.real))
                 stack.enter_context(self.running.followed())
                 stack.enter_context(tracer)
                 return self.module(**arguments)

@@ -12,10 +12,10 @@ from types import CodeType, FrameType
 import torch
 
 from shardwright.compiler.ir.value import SourceLocation
-from shardwright.compiler.ops import register
+from shardwright.compiler.ops import known_loops, register
 
 _TRACER = os.path.dirname(__file__) + os.sep
-_SKIPPED = (os.path.dirname(torch.__file__) + os.sep, _TRACER, register.__file__, "<")
+_SKIPPED = (os.path.dirname(torch.__file__) + os.sep, _TRACER, register.__file__, known_loops.__file__, "<")
 
 
 def user_frame() -> FrameType | None:

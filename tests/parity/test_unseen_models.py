@@ -114,6 +114,21 @@ WAV2VEC2 = {
     **dict.fromkeys(("final_dropout", "layerdrop", "mask_time_prob", "mask_feature_prob"), 0.0),
 }  # fmt: skip
 
+MAMBA = {"vocab_size": 32, "hidden_size": 12, "state_size": 4, "num_hidden_layers": 2}
+RWKV = {
+    "vocab_size": 32, "hidden_size": 12, "attention_hidden_size": 12, "num_hidden_layers": 2, "context_length": 16,
+    "rescale_every": 0,
+}  # fmt: skip
+GRIFFIN = {
+    **zoo.LLAMA, "num_hidden_layers": 3, "num_key_value_heads": 1, "head_dim": 4, "lru_width": 16,
+    "attention_window_size": 8,
+}  # fmt: skip
+QWEN3_NEXT = {
+    **zoo.LLAMA, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8, "head_dim": 4, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+
 
 def transcribed(batch: int, seq: int, generator: torch.Generator) -> zoo.Inputs:
     """Waves, and what was said, of another length in each row."""
@@ -189,6 +204,10 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[..., zoo.Inputs]]] = 
     "longformer": (zoo.hf("LongformerForMaskedLM", "LongformerConfig", **zoo.BERT, attention_window=[4, 4]), unmasked),
     "flaubert": (zoo.hf("FlaubertWithLMHeadModel", "FlaubertConfig", **FLAUBERT), zoo.masked_lm(32)),
     "vilt": (zoo.hf("ViltForQuestionAnswering", "ViltConfig", **zoo.BERT, image_size=8, patch_size=2, num_labels=3), asked),
+    "mamba": (zoo.hf("MambaForCausalLM", "MambaConfig", **MAMBA), zoo.causal_lm(32)),
+    "rwkv": (zoo.hf("RwkvForCausalLM", "RwkvConfig", **RWKV), zoo.causal_lm(32)),
+    "recurrent-gemma": (zoo.hf("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig", **GRIFFIN), zoo.causal_lm(32)),
+    "qwen3-next": (zoo.hf("Qwen3NextForCausalLM", "Qwen3NextConfig", **QWEN3_NEXT), zoo.causal_lm(32)),
     "qwen2-vl": (lambda **sizes: Looks(), seen),
     "actor": (lambda **sizes: Actor(), acted),
     "gumbel": (lambda **sizes: Gumbel(), signals),

@@ -67,6 +67,11 @@ class CompiledModule(Scope):
         super().zero_grad(set_to_none)
 
     @property
+    def is_staged(self) -> bool:
+        """Whether ranks of a unit have different parameters, as they run different stages of a pipeline."""
+        return False
+
+    @property
     def declarations(self) -> tuple[Declaration, ...]:
         """What the generated class declared, in order."""
         raise NotImplementedError

@@ -151,7 +151,7 @@ def train_step(
                     reducer.end_round()
         results.append(detached(result))
         del result, loss
-    reducer.sync()
+    reducer.sum_gradients()
     return results
 
 

@@ -59,6 +59,7 @@ from shardwright.runtime.ops.random import RngMode, RngState
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.groups import AxisGroup, RankMesh
 from shardwright.runtime.ranks.world import World, current_world
+from shardwright.runtime.training.clipping import UNSUMMED, watch_clipping
 from shardwright.runtime.training.gradnorm import counts_here
 
 
@@ -105,6 +106,7 @@ class ParallelModule(CompiledModule):
 
     def __init__(self, init_params: bool = True) -> None:
         super().__init__()
+        watch_clipping()
         world = current_world()
         self._make_groups(world)
         self.rng = RngState(self.seed, self.rng_mode, self.mesh, self.ranks.coords, self.ranks.unit)
@@ -197,6 +199,8 @@ class ParallelModule(CompiledModule):
                 if declaration.kind == "parameter":
                     where = self._places[declaration.name][0]
                     self._parameters_declared.append(DeclaredParameter(where, declaration.requires_grad))
+                    if self.ranks.world.size > 1:
+                        setattr(tensor, UNSUMMED, type(self).__name__)
         self._steps_without_sums = StepsWithoutSums(self)
         # After all first names: a scope that holds nothing but an alias must not come before its elder siblings.
         for declaration in self._declarations.values():

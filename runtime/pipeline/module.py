@@ -244,7 +244,7 @@ class PipelineModule(ParallelModule):
         if not all(dummies):
             self._copies.bring_gradients_home(self.weights, self._messages, self._to_world)
             self._has_stale_copies = bool(self._copies)
-        reducer.sync()
+        reducer.sum_gradients()
         return results
 
     def infer_step(self, samples: Sequence[Any]) -> list[Any]:
@@ -332,6 +332,11 @@ class PipelineModule(ParallelModule):
         return delivered
 
     # For the reducer, optimizers and checkpoints
+
+    @property
+    def is_staged(self) -> bool:
+        """See :attr:`CompiledModule.is_staged`."""
+        return len({tuple(stage.ranks) for stage in self.stages}) > 1
 
     def all_declarations(self) -> tuple[Declaration, ...]:
         """See :meth:`CompiledModule.all_declarations`; those of other stages are known from the manifest."""

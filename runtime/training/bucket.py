@@ -14,6 +14,9 @@ from shardwright.runtime.ranks.communicator import Communicator, Work
 
 DtypeRule = Callable[[torch.dtype], torch.dtype]
 
+Named = tuple[str, Tensor]
+"""The name of a parameter, and a tensor whose ``grad`` is what this rank has of its gradient, or a part of that."""
+
 
 @dataclass(frozen=True, slots=True)
 class GradientSum:
@@ -62,14 +65,24 @@ class Bucket:
         return self.communicator.size == 1
 
     @property
-    def holders(self) -> list[Tensor]:
-        """Tensors whose ``grad``, together, are the reduced gradients, each element once."""
-        return [member.parameter for member in self.members]
+    def parameters(self) -> list[Named]:
+        """The parameters of the members, by name."""
+        return [(member.name, member.parameter) for member in self.members]
 
     @property
-    def counted(self) -> list[Tensor]:
+    def holders(self) -> list[Named]:
+        """Tensors whose ``grad``, together, are the reduced gradients, each element once."""
+        return self.parameters
+
+    @property
+    def counted(self) -> list[Named]:
         """Those holders that this rank counts where every distinct element is counted once."""
-        return [member.parameter for member in self.members if member.is_counted]
+        return [(member.name, member.parameter) for member in self.members if member.is_counted]
+
+    @property
+    def leaves_gradients(self) -> bool:
+        """Whether a parameter has its gradient as ``grad`` once that is summed."""
+        return True
 
     @property
     def gradients(self) -> Tensor:

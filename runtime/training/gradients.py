@@ -16,7 +16,9 @@ from shardwright.runtime.ranks.checksum import differing
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.ranks.world import current_world
+from shardwright.runtime.training.all_gradients import AllGradients
 from shardwright.runtime.training.bucket import Bucket, DtypeRule, GradientSum, hold_gradients_in, pack
+from shardwright.runtime.training.clipping import watch_clipping
 from shardwright.runtime.training.gradnorm import counts_here
 from shardwright.runtime.training.reducer import Reducer
 from shardwright.runtime.zero.build import sharded_buckets
@@ -41,7 +43,10 @@ class TrainedModel:
     gradients are reduced, or if a part was compiled for inference.
     """
 
+    gradients: AllGradients  # once there is a reducer
+
     def __init__(self, module: nn.Module, config: ComputeConfig | None) -> None:
+        watch_clipping()
         self.world = current_world()
         self.parallel_modules = [part for part in module.modules() if isinstance(part, CompiledModule)]
         self.ranks = self._unit(config)
@@ -142,6 +147,7 @@ class TrainedModel:
             frees_gradients=sharded and settings.frees_gradients,
             cause=settings.early_cause if sharded else "use_async_reducer",
         )
+        self.gradients = AllGradients(self.world, reducer, is_staged=any(part.is_staged for part in self.parallel_modules))
         for item in self.sums:
             setattr(item.parameter, _REDUCER, reducer)
         for part in self.parallel_modules:
@@ -149,6 +155,7 @@ class TrainedModel:
             for parameter in part.copied_parameters():  # as on the ranks that train them
                 held = dtype_of if settings.contiguous_gradients else _unchanged
                 hold_gradients_in(parameter, held(parameter.dtype))
+                self.gradients.note_copy(parameter)
         return reducer
 
     def _add(

@@ -4,6 +4,7 @@ they are finite.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -21,19 +22,37 @@ def counts_here(layout: Layout, ranks: RankMesh) -> bool:
     return ranks.is_member and ranks.unit == 0 and all(index == 0 for axis, index in ranks.coords.items() if axis not in cut)
 
 
-def global_norm(counted: Iterable[Tensor], everyone: Communicator, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The 2-norm of all gradients as a scalar of ``dtype``, the same on all ranks. Collective.
+def global_norm(
+    counted: Iterable[Tensor],
+    everyone: Communicator,
+    dtype: torch.dtype,
+    device: torch.device,
+    order: float = 2.0,
+) -> Tensor:
+    """The norm of all gradients as a scalar of ``dtype``, the same on all ranks. Collective.
 
     ``counted``: the tensors whose ``grad`` this rank counts, see :func:`counts_here`; gradients must have been summed.
+    ``order``: of the norm, above 0; with infinity it is the largest absolute value.
+
+    Raises :class:`UsageError` for another order.
     """
+    if not order > 0:
+        raise UsageError(
+            f"the norm of order {order:g} of gradients that lie on several ranks is not computed",
+            why="it is no norm of one vector: torch takes it of each tensor, and then of the results",
+            hint="use norm_type=2.0, another positive order, or infinity",
+        )
     norms = [
-        torch.linalg.vector_norm(tensor.grad, dtype=torch.promote_types(dtype, tensor.grad.dtype))
+        torch.linalg.vector_norm(tensor.grad, order, dtype=torch.promote_types(dtype, tensor.grad.dtype))
         for tensor in counted
         if tensor.grad is not None and tensor.grad.numel()
     ]
-    # Squares in float64: a sum of squares overflows float32 long before the norm does.
-    squares = torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
-    return everyone.all_reduce(squares, phase="gradients").sqrt().to(dtype)
+    # In float64: a sum of squares overflows float32 long before the norm does.
+    mine = torch.stack(norms).double() if norms else torch.zeros(1, dtype=torch.float64, device=device)
+    if math.isinf(order):
+        return everyone.all_reduce(mine.max(), "max", phase="gradients").to(dtype)
+    powers = everyone.all_reduce(mine.pow(order).sum(), phase="gradients")
+    return powers.pow(1 / order).to(dtype)
 
 
 def norm_dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:

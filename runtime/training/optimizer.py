@@ -19,6 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import UsageError
+from shardwright.runtime.training.bucket import Named
+from shardwright.runtime.training.clipping import clip_by_norm
 from shardwright.runtime.training.gradients import TrainedModel
 from shardwright.runtime.training.gradnorm import global_norm, norm_dtype, unscale
 from shardwright.runtime.training.reducer import Reducer, ReducerHook
@@ -60,7 +62,7 @@ class ParallelOptimizer(Optimizer):
         """
         self._begin_step()
         if closure is None:
-            self._sync()
+            self.sum_gradients()
             result = super().step(*args, **kwargs)
         else:
             result = super().step(self._synchronised(closure), *args, **kwargs)
@@ -88,7 +90,7 @@ class ParallelOptimizer(Optimizer):
         After it, and until ``zero_grad``, a backward is refused: it would add to gradients that are sums already.
         """
         self._check_attached()
-        self._sync()
+        self.sum_gradients()
 
     def wait_for_parameters(self) -> None:
         """Return when the parameters have the values of the last step.
@@ -112,7 +114,7 @@ class ParallelOptimizer(Optimizer):
                 why="what the other ranks add would not be scaled",
                 hint="call optimizer.sync_shard_grad() first",
             )
-        for tensor in self._holders:
+        for _, tensor in self.gradient_holders:
             if tensor.grad is not None:
                 tensor.grad.detach().mul_(factor)
 
@@ -124,7 +126,7 @@ class ParallelOptimizer(Optimizer):
         """
         self.sync_shard_grad()
         device = self._model.world.device
-        found = unscale([tensor.grad for tensor in self._holders if tensor.grad is not None], factor, device)
+        found = unscale([tensor.grad for _, tensor in self.gradient_holders if tensor.grad is not None], factor, device)
         return bool(self._model.world.everyone.all_reduce(found, phase="gradients"))
 
     @property
@@ -144,9 +146,9 @@ class ParallelOptimizer(Optimizer):
         """
         self.sync_shard_grad()
         world, dtype = self._model.world, norm_dtype(list(self._reducer.parameters))
-        norm = global_norm(self._counted, world.everyone, dtype, world.device)
+        norm = global_norm([tensor for _, tensor in self.counted_holders], world.everyone, dtype, world.device)
         if max_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._holders, max_norm, norm)
+            clip_by_norm([tensor for _, tensor in self.gradient_holders], max_norm, norm)
         return norm
 
     def register_reducer_pre_hook(self, hook: ReducerHook) -> RemovableHandle:
@@ -200,7 +202,7 @@ class ParallelOptimizer(Optimizer):
                 self._gathering.finish()
             has_run = True
             loss = closure()
-            self._sync()
+            self.sum_gradients()
             return loss if loss is None else self._model.total_loss(loss, self._reducer.divisor)
 
         return run
@@ -215,7 +217,7 @@ class ParallelOptimizer(Optimizer):
             self._model.check_copies()
         self._exchange.take_values()
 
-    def _sync(self) -> None:
+    def sum_gradients(self) -> None:
         """Sum the gradients, and bring them to the owners of whole tensors, unless that has happened. Collective."""
         for name, parameter in self._frozen.items():
             if parameter.grad is not None:
@@ -224,22 +226,22 @@ class ParallelOptimizer(Optimizer):
                     why="which gradients are summed over the ranks was settled then; each rank would go its own way",
                     hint="build the optimizer again after changing requires_grad",
                 )
-        self._reducer.sync()
+        self._reducer.sum_gradients()
         if self._round != self._reducer.num_rounds:
             self._exchange.take_gradients()
             self._round = self._reducer.num_rounds
 
     @property
-    def _holders(self) -> list[Tensor]:
+    def gradient_holders(self) -> list[Named]:
         """Tensors whose ``grad``, together, are all that the optimizer or the user sees of the gradients."""
-        return [*self._reducer.holders, *(whole.tensor for whole in self.wholes)]
+        return [*self._reducer.gradient_holders, *((whole.name, whole.tensor) for whole in self.wholes)]
 
     @property
-    def _counted(self) -> list[Tensor]:
+    def counted_holders(self) -> list[Named]:
         """Tensors that the optimizer sees: those this rank counts where every distinct element is counted once."""
         pieces = {id(piece) for piece in self._exchange.pieces}
-        counted = [tensor for tensor in self._reducer.counted if id(tensor) not in pieces]
-        return counted + [whole.tensor for whole in self.wholes if whole.is_counted]
+        counted = [(name, tensor) for name, tensor in self._reducer.counted_holders if id(tensor) not in pieces]
+        return counted + [(whole.name, whole.tensor) for whole in self.wholes if whole.is_counted]
 
     def _check_attached(self) -> None:
         if not self._reducer.is_attached:
@@ -324,6 +326,9 @@ def build_optimizer(
             group["param_shards"] = [ranges.get(name) for name in group["param_names"]]
     for shard in shards:
         shard.settle()
+    model.gradients.kept_by(
+        parallel, [*((s.name, s.tensor) for s in shards), *((whole.name, whole.tensor) for whole in exchange.members)]
+    )
     return parallel
 
 

@@ -5,7 +5,7 @@ units. Each gradient is summed exactly once between ``zero_grad`` and ``step``.
 
 With ``asynchronous`` the sum of a bucket starts in backward, as soon as all its gradients are there and all buckets before it
 have started: the order of collectives is the same on all ranks, whatever each of them used. What has not started by then
-starts in :meth:`Reducer.sync`.
+starts in :meth:`Reducer.sum_gradients`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwright.runtime.errors import UsageError
-from shardwright.runtime.training.bucket import Bucket
+from shardwright.runtime.training.bucket import Bucket, Named
 
 ReducerHook = Callable[["Reducer", Tensor], Any]
 """Called with the reducer and the flat gradients [elements] of one bucket, which it may change in place."""
@@ -72,16 +72,21 @@ class Reducer:
         return (member.parameter for bucket in self.buckets for member in bucket.members)
 
     @property
-    def holders(self) -> list[Tensor]:
+    def gradient_holders(self) -> list[Named]:
         """Tensors whose ``grad``, together, are all reduced gradients, each element once."""
-        return [tensor for bucket in self.buckets for tensor in bucket.holders]
+        return [named for bucket in self.buckets for named in bucket.holders]
 
     @property
-    def counted(self) -> list[Tensor]:
+    def counted_holders(self) -> list[Named]:
         """Those holders that this rank counts where every distinct element is counted once."""
-        return [tensor for bucket in self.buckets for tensor in bucket.counted]
+        return [named for bucket in self.buckets for named in bucket.counted]
 
-    def sync(self) -> None:
+    @property
+    def leaves_gradients(self) -> bool:
+        """Whether all parameters have their gradients as ``grad`` once these are summed."""
+        return all(bucket.leaves_gradients for bucket in self.buckets)
+
+    def sum_gradients(self) -> None:
         """Sum every gradient that has not been summed since it was cleared. Collective; a second call does nothing.
 
         Raises :class:`UsageError` inside :meth:`no_sync`.

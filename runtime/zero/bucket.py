@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwright.runtime.ranks.communicator import Work
-from shardwright.runtime.training.bucket import Bucket, GradientSum, dense, hold_gradients_in, set_reduced
+from shardwright.runtime.training.bucket import Bucket, GradientSum, Named, dense, hold_gradients_in, set_reduced
 from shardwright.runtime.zero.arena import Arena
 from shardwright.runtime.zero.groups import ZeroGroup
 from shardwright.runtime.zero.settings import ReductionSettings
@@ -73,17 +73,21 @@ class ShardedBucket(Bucket):
         return False
 
     @property
-    def holders(self) -> list[Tensor]:
+    def holders(self) -> list[Named]:
         """See :attr:`Bucket.holders`. Where a shard's gradient is a view of a parameter's, that one is it."""
-        tensors: list[Tensor] = [shard.tensor for shard in self.shards]
         if self._scatters:
-            return tensors
-        copies = [shard.tensor for shard in self.shards if shard.tensor.grad_dtype != self.dtype or not self._is_contiguous]
-        return [*super().holders, *copies]
+            return [(shard.name, shard.tensor) for shard in self.shards]
+        copies = [shard for shard in self.shards if shard.tensor.grad_dtype != self.dtype or not self._is_contiguous]
+        return [*super().holders, *((shard.name, shard.tensor) for shard in copies)]
 
     @property
-    def counted(self) -> list[Tensor]:
-        return [shard.tensor for shard in self.shards if shard.is_counted]
+    def counted(self) -> list[Named]:
+        return [(shard.name, shard.tensor) for shard in self.shards if shard.is_counted]
+
+    @property
+    def leaves_gradients(self) -> bool:
+        """See :attr:`Bucket.leaves_gradients`."""
+        return not self._scatters
 
     def _new_buffer(self, length: int, device: torch.device) -> Tensor:
         return super()._new_buffer(length, device) if self._arena is None else self._arena.take(self._place, length, device)

@@ -95,7 +95,9 @@ def check(name: str, folder: Path, value: float | None = None) -> None:
                 module.train_step(samples(module.ranks.unit))
         else:
             module.train_step(samples(module.ranks.unit))
-        norm = optimizer.clip_gnorm(MAX_NORM)
+        before = optimizer.clip_gnorm()
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)
+        assert torch.equal(norm, before) or before.isnan()
         return norm, gathered_gradients(optimizer._reducer.buckets)
 
     norm, gradients = on_one_device(config.runtime_ngpus // config.plan_ngpus, value)

@@ -166,14 +166,9 @@ def _manifest(compiled: Compiled, request: Request) -> Manifest:
         files={},
         tensors={made.name: made for made in (_declaration(d.value, d.layout) for d in compiled.declarations)},
         request=request.to_json(),
-        use_order=_use_order(compiled.program.graph),
+        use_order=tuple(value.fqn or value.name for value in compiled.program.graph.used_parameters),
         zero_stage=plan.zero_stage if request.config.leaves_zero_to_plan else None,
     )
-
-
-def _use_order(graph: IRGraph) -> tuple[str, ...]:
-    read = (value for op in graph.ops for value in op.operands if value.kind is ValueKind.PARAMETER)
-    return tuple(dict.fromkeys(value.fqn or value.name for value in read))
 
 
 def _declaration(value: IRValue, layout: Layout) -> Declaration:

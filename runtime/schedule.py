@@ -18,6 +18,7 @@ al., 2023), whose ``B`` is the ``I`` here. Messages between ranks follow from th
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -40,6 +41,17 @@ class ActionKind(StrEnum):
 
 Payload = Literal["activations", "gradients"]
 """What a message carries: results of a forward on their way to a later stage, or their gradients on the way back."""
+
+PAYLOADS: Mapping[ActionKind, Payload] = {
+    ActionKind.FORWARD: "activations",
+    ActionKind.BACKWARD: "gradients",
+    ActionKind.INPUT_GRADIENT: "gradients",
+}
+"""What an action receives and sends."""
+
+AHEAD = 2
+"""Receives are posted for the action that runs and for so many later ones that receive something: messages travel while what
+came before them is used."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ from shardwright.compiler.cost.footprint import Footprints, TensorForm, footprin
 from shardwright.compiler.cost.gradient_books import GradientBooks
 from shardwright.compiler.cost.ledger import Ledger
 from shardwright.compiler.cost.local import estimated_size, local_shape
-from shardwright.compiler.cost.optimizer_memory import OptimizerMemory, exchanged_over, num_copies, num_shards
+from shardwright.compiler.cost.optimizer_memory import OptimizerMemory, exchanged_over, num_copies, num_shards, sum_group
 from shardwright.compiler.cost.trained import Trained
 from shardwright.compiler.ir.value import IRValue, ValueKind
-from shardwright.compiler.plan.blocks import reads
 from shardwright.compiler.plan.program import Declaration, Program
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.layout import ZERO, Layout, Mesh
+from shardwright.runtime.dealing import in_use_order
+from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.zero.settings import ReductionSettings
 
 
@@ -59,17 +59,19 @@ class Books:
                 num_stages = 1 + len(elsewhere)
                 copies = num_copies(layout, self.mesh, self.config, num_stages)
                 shards = num_shards(layout, self.mesh, self.config, num_stages)
-                group = (layout.grad_partial, ZERO in layout.cut_axes, elsewhere)
+                group = sum_group(layout, self.mesh, self.config, elsewhere)
                 cut = exchanged_over(layout, self.mesh, self.optimizer)
                 whole = tuple(map(estimated_size, layout.shape))
-                trained[value.name] = Trained(value.name, tuple(form.shape), value.dtype, copies, shards, group, whole, cut)
+                trained[value.name] = Trained(
+                    value.name, tuple(form.shape), value.dtype, copies, shards, group, whole, cut, value.fqn or value.name
+                )
         for name, form in inputs.items():
             sources[name] = form, self.ledger.hold(self.ledger.new(form.num_bytes, "input"))
-        used = dict.fromkeys(v.name for program in programs for step in program.body for v in reads(step) if v.name in trained)
-        order = [*(name for name in trained if name not in used), *used]
         self._trained = set(trained)
         if self.trains:
-            listed = [trained[name] for name in order]
+            names = list(trained)
+            used = [value.name for program in programs for value in program.graph.used_parameters]
+            listed = [trained[names[index]] for index in in_use_order(names, used)]
             self.gradients = GradientBooks(self.ledger, listed, self.config, self.optimizer, staged=staged)
         self.ledger.restart()
         return sources

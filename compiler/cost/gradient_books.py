@@ -15,17 +15,14 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwright.compiler.cost.ledger import Ledger
-from shardwright.compiler.cost.optimizer_memory import OptimizerMemory, gradient_bytes, is_split
+from shardwright.compiler.cost.optimizer_memory import OptimizerMemory, gradient_bytes
 from shardwright.compiler.cost.trained import Trained, most_state_bytes, updated_shares
 from shardwright.compiler.cost.whole_memory import WholeTensors
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.dealing import EXCHANGES_UNDER_WAY, Entry, deal_buckets, even_sizes
 from shardwright.runtime.zero.settings import ReductionSettings
 
 GRADIENT, TEMPORARY = "gradient", "temporary"
-
-EXCHANGES = 2
-"""Sums under way that need room of their own (``runtime.ranks.process_group.EXCHANGES_UNDER_WAY``), and buckets of
-parameters that are gathered at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +76,11 @@ class GradientBooks:
             if not bucket.is_split or (self._settings.contiguous_gradients and not self._settings.frees_gradients):
                 self._allocate(bucket)
 
+    @property
+    def buckets(self) -> list[list[str]]:
+        """The names of the parameters in each bucket, in the order in which a backward fills them."""
+        return [[member.name for member in bucket.members] for bucket in self._buckets]
+
     def arrive(self, name: str, storage: int) -> None:
         """The gradient of a parameter is complete: it moves into its bucket, or becomes the parameter's own."""
         bucket = self._bucket_of.get(name)
@@ -119,7 +121,7 @@ class GradientBooks:
             for bucket in self._buckets
             if bucket.members[0].shards > 1 and not settings.contiguous_parameters
         ]
-        at_a_time = len(gathered) if settings.overlaps_parameters else EXCHANGES
+        at_a_time = len(gathered) if settings.overlaps_parameters else EXCHANGES_UNDER_WAY
         most = max((sum(gathered[i : i + at_a_time]) for i in range(len(gathered))), default=0)
         split = max((self._updated_bytes(item) for item in halved), default=0) * REMAINDERS_SPLIT
         ledger.use(most + round(split), "gathering of parameters")
@@ -133,37 +135,32 @@ class GradientBooks:
     # ------------------------------------------------------------------------------------------------ buckets
 
     def _packed(self, trained: Sequence[Trained]) -> list[list[Trained]]:
-        """As ``runtime.training.bucket.pack`` deals them: from the last parameter on."""
+        """The buckets of those that are summed or split, filled from the last parameter on."""
         settings = self._settings
-        filling: dict[object, tuple[list[Trained], float]] = {}
-        packed: list[list[Trained]] = []
-        order = {item.name: index for index, item in enumerate(reversed(trained))}
-        for item in reversed(trained):
-            split = self._is_split(item)
-            if item.copies == 1 and not split:
-                continue
-            num_bytes = item.num_elements * self._element_bytes(item)
-            key = item.group, item.dtype, bool(item.cut)
-            members, filled = filling.get(key, ([], 0.0))
-            if not members or filled + num_bytes > settings.bucket_cap_bytes:
-                members, filled = [], 0.0
-                packed.append(members)
-            members.append(item)
-            filling[key] = members, filled + num_bytes
-        packed.sort(key=lambda members: order[members[-1].name])
-        return packed
+        items = [item for item in reversed(trained) if item.copies > 1 or self._is_split(item)]
+        entries = [
+            Entry(
+                item.group,
+                item.dtype,
+                item.num_elements * settings.gradient_dtype(item.dtype).itemsize,
+                bool(item.cut),
+            )
+            for item in items
+        ]
+        return [[items[index] for index in members] for members in deal_buckets(entries, settings.bucket_cap_bytes)]
 
     def _bucket(self, members: Sequence[Trained]) -> _Bucket:
         first, length = members[0], sum(member.num_elements for member in members)
-        mine = -(-length // first.shards)
+        slices = even_sizes(length, first.shards)
+        mine = slices[0]
         if self._optimizer.is_elementwise:
-            length = mine * first.shards
+            length = sum(slices)
         else:
             mine = sum(member.num_elements for member in members if self._shares[member.name])
         return _Bucket(members, self._is_split(first), self._element_bytes(first), mine, length)
 
     def _is_split(self, item: Trained) -> bool:
-        return is_split(self._settings, item.dtype, item.shards)
+        return self._settings.updates_shards(item.dtype, item.shards)
 
     def _element_bytes(self, item: Trained) -> float:
         if self._optimizer.grad_bytes_per_element is None and self._is_split(item):
@@ -213,7 +210,7 @@ class GradientBooks:
             rows = ledger.new(round(bucket.length * bucket.element_bytes), TEMPORARY)
             self._exchanges.append(ledger.hold(rows))
             ledger.use(0, "sum of gradients")
-            if len(self._exchanges) > EXCHANGES:
+            if len(self._exchanges) > EXCHANGES_UNDER_WAY:
                 ledger.release(self._exchanges.pop(0))
         self._begun.append(bucket)
 

@@ -89,6 +89,19 @@ def num_copies(layout: Layout, mesh: Mesh, config: ComputeConfig, num_stages: in
     return units * num_stages * math.prod(mesh.axis_size(a) for a in layout.grad_partial if a in mesh.names)
 
 
+SumGroup = tuple[tuple[str, ...], bool, tuple[tuple[int, ...], ...]]
+"""What a gradient is summed over, equal where the ranks are: mesh axes, whether units too, and the ranks of other stages."""
+
+
+def sum_group(layout: Layout, mesh: Mesh, config: ComputeConfig, elsewhere: Sequence[tuple[int, ...]] = ()) -> SumGroup:
+    """What the gradient of a parameter is summed over. ``mesh``: on which it is stored; ``elsewhere``: the unit ranks of other
+    stages that hold it.
+    """
+    axes = tuple(axis for axis, size in mesh.axes if axis in layout.grad_partial and size > 1)
+    pieces = mesh.axis_size(ZERO) if ZERO in layout.cut_axes else 1
+    return axes, config.num_units > pieces, tuple(elsewhere)
+
+
 def num_shards(layout: Layout, mesh: Mesh, config: ComputeConfig, num_stages: int = 1) -> int:
     """Into how many parts ZeRO splits the optimizer state of a parameter."""
     if config.use_zero not in (1, 2):  # stage 3 cuts the parameter itself
@@ -139,11 +152,6 @@ def kept_bytes(
     return updated.share * state_bytes(optimizer, updated.shape, dtype, config)
 
 
-def is_split(settings: ReductionSettings, dtype: torch.dtype, shards: int) -> bool:
-    """Whether the runtime makes shards of a parameter of ``dtype``, as one with ``shards`` parts or a master has."""
-    return settings.makes_shards and (shards > 1 or not settings.stage or settings.state_dtype(dtype) != dtype)
-
-
 def summed_dtype(settings: ReductionSettings, dtype: torch.dtype, shards: int) -> torch.dtype:
     """In which the optimizer's gradient of a parameter of ``dtype`` is held when it is summed."""
-    return settings.gradient_dtype(dtype) if is_split(settings, dtype, shards) else dtype
+    return settings.gradient_dtype(dtype) if settings.updates_shards(dtype, shards) else dtype

@@ -15,6 +15,7 @@ from shardwright.compiler.cost.body_time import BodyTime, communicates
 from shardwright.compiler.cost.reduction import Reduction
 from shardwright.compiler.plan.blocks import reads
 from shardwright.compiler.plan.program import Adapt, Program
+from shardwright.runtime.dealing import Entry, deal_buckets, in_use_order
 
 Part = tuple[str, float, float]
 """A name, and when it starts and ends."""
@@ -29,7 +30,7 @@ def gathered_beside(program: Program, body: BodyTime, reduction: Reduction) -> l
     arrival: dict[str, float] = {}
     free_axes: dict[str, float] = {}  # when the last bucket on an axis is there: all of them are under way from the start
     now = 0.0
-    buckets = _buckets(program, reduction)
+    buckets = buckets_of(program, reduction)
     for number in range(len(buckets) - 1, -1, -1):
         names = buckets[number]
         start, now = now, now + sum(reduction.parameters[name].gather_s for name in names)
@@ -53,7 +54,7 @@ def summed_beside(program: Program, body: BodyTime, reduction: Reduction, start_
     nothing else communicates beside it.
     """
     first_reader = _first_readers(program)
-    buckets = _buckets(program, reduction)
+    buckets = buckets_of(program, reduction)
     complete = {name: first_reader.get(name, len(body.instructions)) for names in buckets for name in names}
     waiting = list(buckets)
     now, free = start_s, free_s
@@ -94,25 +95,14 @@ def _first_readers(program: Program) -> dict[str, int]:
     return first
 
 
-def _buckets(program: Program, reduction: Reduction) -> list[Bucket]:
-    """As ``runtime.training.bucket.pack`` deals them: from the parameter on that is used last, by what they are summed over and
-    their dtype, in the order in which a backward fills them.
-    """
-    use = {name: position for position, name in enumerate(_first_readers(program))}
+def buckets_of(program: Program, reduction: Reduction) -> list[Bucket]:
+    """The buckets of those that communicate, filled from the parameter on that is used last."""
     dtypes = {declaration.value.name: declaration.value.dtype for declaration in program.declarations}
-    names = sorted((name for name in reduction.parameters), key=lambda name: use.get(name, -1), reverse=True)
-    packed: list[Bucket] = []
-    filling: dict[tuple[object, ...], tuple[Bucket, float]] = {}
+    listed = [name for name, found in reduction.parameters.items() if found.communicates]
+    used = (value.name for value in program.graph.used_parameters)
+    names = [listed[index] for index in reversed(in_use_order(listed, used))]
+    entries = []
     for name in names:
         found = reduction.parameters[name]
-        if not found.communicates:
-            continue
-        key = (found.axes, dtypes[name])
-        members, filled = filling.get(key, ([], 0.0))
-        if not members or filled + found.bucket_bytes > reduction.bucket_bytes:
-            members, filled = [], 0.0
-            packed.append(members)
-        members.append(name)
-        filling[key] = (members, filled + found.bucket_bytes)
-    order = {name: position for position, name in enumerate(names)}
-    return sorted(packed, key=lambda members: order[members[-1]])
+        entries.append(Entry(found.group, dtypes[name], found.bucket_bytes, found.is_apart))
+    return [[names[index] for index in members] for members in deal_buckets(entries, reduction.bucket_bytes)]

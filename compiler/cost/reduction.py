@@ -14,11 +14,13 @@ from shardwright.compiler.cost.local import local_bytes
 from shardwright.compiler.cost.operators import optimizer_s
 from shardwright.compiler.cost.optimizer_memory import (
     OptimizerMemory,
+    SumGroup,
     Updated,
     gradient_bytes,
     kept_bytes,
     num_pieces,
     num_shards,
+    sum_group,
     summed_dtype,
 )
 from shardwright.compiler.cost.wholes import NO_EXCHANGE, WHOLES, Exchange, exchange_of
@@ -44,7 +46,8 @@ class ParameterSync:
     """What the gradient and the update of one parameter send. ``sum_s``: seconds of one sum of its gradient, ``across_s`` of
     adding up what groups of ZeRO have summed, once per step. ``gather_s``: of gathering what was updated elsewhere.
 
-    ``axes``: what its gradient is summed over. ``bucket_bytes``: that it takes in a bucket. ``num_bytes``: that go through
+    ``axes``: what its gradient is summed over, ``group`` the same as a key. ``bucket_bytes``: that it takes in a bucket;
+    ``is_apart``: not with parameters that the optimizer takes as they lie. ``num_bytes``: that go through
     the collectives of a step. ``exchange``: of its whole tensor, where the optimizer needs it and the plan cuts it, beside all
     this.
     """
@@ -55,6 +58,8 @@ class ParameterSync:
     axes: tuple[str, ...]
     bucket_bytes: int
     num_bytes: float
+    group: SumGroup
+    is_apart: bool = False
     exchange: Exchange = NO_EXCHANGE
 
     @property
@@ -218,7 +223,9 @@ class _Where:
         sent = (self.num_sums * size if sum_s else 0) + slice_bytes
         sent += local_bytes(layout, narrow, self.mesh) if gather_s else 0
         exchange = self._exchange(declaration, held, places, pieces, shards)
-        return ParameterSync(sum_s, across_s, gather_s, axes, size, sent, exchange)
+        group = sum_group(layout, self.mesh, config, elsewhere)
+        is_apart = num_pieces(layout, self.mesh, self.optimizer) > 1
+        return ParameterSync(sum_s, across_s, gather_s, axes, size, sent, group, is_apart, exchange)
 
     def _exchange(self, declaration: Declaration, mesh: Mesh, ranks: tuple[int, ...], units: int, shards: int) -> Exchange:
         """Of one parameter, which lies on ``mesh`` over ``units`` units at a time. ``ranks``: of the first of these.

@@ -11,13 +11,13 @@ import torch
 
 from shardwright.compiler.cost.optimizer_memory import OptimizerMemory, state_bytes
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.zero.split import balanced_owners
+from shardwright.runtime.dealing import balanced_owners, deal_owners
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
     """A piece ``shape`` of a trained parameter on this rank, summed over ``copies`` ranks that split its state into ``shards``.
-    Parameters of one ``group`` are summed over the same ranks.
+    Parameters of one ``group`` are summed over the same ranks. ``name``: of the value, ``fqn`` in the module.
 
     ``cut``: the axes, and their sizes, over which pieces lie that make a tensor of shape ``whole``, where the optimizer needs
     that; empty where it takes the piece.
@@ -31,6 +31,7 @@ class Trained:
     group: object
     whole: tuple[int, ...] = ()
     cut: tuple[tuple[str, int], ...] = ()
+    fqn: str = ""
 
     @property
     def num_elements(self) -> int:
@@ -51,7 +52,7 @@ def updated_shares(packed: Sequence[Trained], optimizer: OptimizerMemory, config
     buckets hold them.
 
     An optimizer that treats every element by itself updates an even share. Any other one gets whole parameters, each on one
-    rank, as ``runtime.zero.build`` deals them; where several groups split their state, no rank need be the one with the most
+    rank, as the runtime deals them; where several groups split their state, no rank need be the one with the most
     of each. Where the plan cuts a parameter so that its pieces go on to an owner, that is the share of a piece.
     """
     if optimizer.is_elementwise:
@@ -99,23 +100,19 @@ def _most(items: Sequence[Trained], weigh: Callable[[Trained], float]) -> float:
 def most_owned(exchanged: Iterable[Trained], weigh: Callable[[Trained], float]) -> tuple[frozenset[str], float]:
     """Of the whole tensors that the plan cuts, the names of those of the rank whose own weigh most, and how much that is.
 
-    Owners are those of ``runtime.zero.exchange``: the largest tensor first, each to the rank that has least.
+    Places on the mesh stand for ranks.
     """
-    ordered = sorted(exchanged, key=lambda item: (-item.whole_elements, item.name))
-    axes = {axis: size for item in ordered for axis, size in item.cut}
+    items = {item.fqn or item.name: item for item in exchanged}
+    axes = {axis: size for item in items.values() for axis, size in item.cut}
     loads = dict.fromkeys(itertools.product(*map(range, axes.values())), 0)
     weights = dict.fromkeys(loads, 0.0)
     owned: dict[tuple[int, ...], list[str]] = {place: [] for place in loads}
-    groups: dict[object, list[list[tuple[int, ...]]]] = {}
-    for item in ordered:
-        if item.cut not in groups:
-            groups[item.cut] = _alike(loads, [axis not in dict(item.cut) for axis in axes])
-        weight = weigh(item)
-        for group in groups[item.cut]:
-            owner = min(group, key=loads.__getitem__)
-            loads[owner] += item.whole_elements
-            weights[owner] += weight
-            owned[owner].append(item.name)
+    cuts = dict.fromkeys(item.cut for item in items.values())
+    groups = {cut: _alike(loads, [axis not in dict(cut) for axis in axes]) for cut in cuts}
+    wholes = (((fqn, tuple(group)), item.whole_elements, group) for fqn, item in items.items() for group in groups[item.cut])
+    for (fqn, _), owner in deal_owners(wholes, loads).items():
+        weights[owner] += weigh(items[fqn])
+        owned[owner].append(items[fqn].name)
     most = max(weights, key=weights.__getitem__)
     return frozenset(owned[most]), weights[most]
 

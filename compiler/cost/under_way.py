@@ -15,16 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwright.runtime.schedule import ActionKind, Payload, ScheduleAction
-
-AHEAD = 2
-"""``runtime.pipeline.transfers.AHEAD``."""
-
-_PAYLOADS: Mapping[ActionKind, Payload] = {
-    ActionKind.FORWARD: "activations",
-    ActionKind.BACKWARD: "gradients",
-    ActionKind.INPUT_GRADIENT: "gradients",
-}
+from shardwright.runtime.schedule import AHEAD, PAYLOADS, Payload, ScheduleAction
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,18 +105,18 @@ class _Ends:
                     if is_remote:
                         self._received.setdefault((payload, target), []).append(value)
         self._numbers = {
-            (_PAYLOADS[action.kind], action.stage, action.microbatch): number
+            (PAYLOADS[action.kind], action.stage, action.microbatch): number
             for listed in actions
             for number, action in enumerate(listed)
-            if action.kind in _PAYLOADS
+            if action.kind in PAYLOADS
         }
         coming = self._coming()
         self._channels = {
             peer: deque(
                 _Incoming(payload, value, action.microbatch)
                 for action in listed
-                if action.kind in _PAYLOADS
-                for payload, value in coming.get((_PAYLOADS[action.kind], action.stage), ())
+                if action.kind in PAYLOADS
+                for payload, value in coming.get((PAYLOADS[action.kind], action.stage), ())
             )
             for peer, listed in enumerate(actions)
             if peer != position
@@ -144,11 +135,11 @@ class _Ends:
 
     def receives(self, action: ScheduleAction) -> bool:
         """Whether an action gets anything, from wherever."""
-        return action.kind in _PAYLOADS and (_PAYLOADS[action.kind], action.stage) in self._receives
+        return action.kind in PAYLOADS and (PAYLOADS[action.kind], action.stage) in self._receives
 
     def needs(self, action: ScheduleAction) -> list[_Incoming]:
         """What an action gets from other positions."""
-        payload = _PAYLOADS.get(action.kind)
+        payload = PAYLOADS.get(action.kind)
         if payload is None:
             return []
         return [_Incoming(payload, value, action.microbatch) for value in self._received.get((payload, action.stage), ())]
@@ -167,7 +158,7 @@ class _Ends:
 
     def sends(self, action: ScheduleAction) -> Iterator[_Outgoing]:
         """What is sent after an action, as far as nothing else keeps it."""
-        payload = _PAYLOADS.get(action.kind)
+        payload = PAYLOADS.get(action.kind)
         if payload is None:
             return
         for value in self._sent.get((payload, action.stage), ()):

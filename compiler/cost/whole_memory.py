@@ -1,8 +1,7 @@
 """The whole tensors of parameters that the plan cuts, in the books of the rank that owns most of them.
 
-Owners are those that ``runtime.zero.exchange`` finds, the largest tensor first, each to the rank that has least, and tensors
-travel in its batches. While the optimizer steps an owner holds the values of its wholes (masters from step to step), and
-from the sums of the gradients until these are cleared the wholes of its gradients.
+Owners and batches are dealt as at run time (``runtime.dealing``). While the optimizer steps an owner holds the values of its
+wholes (masters from step to step), and from the sums of the gradients until these are cleared the wholes of its gradients.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from shardwright.compiler.cost.ledger import Ledger
 from shardwright.compiler.cost.trained import Trained, most_owned
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.dealing import Entry, deal_buckets
 from shardwright.runtime.zero.settings import ReductionSettings
 
 EXCHANGE = "exchange of whole tensors"
@@ -78,13 +78,8 @@ class WholeTensors:
 
     def _batches(self) -> Iterator[Sequence[Trained]]:
         """Of one dtype, cut by the same axes, as large as a bucket of gradients, or a larger one alone."""
-        cap_bytes = self._settings.bucket_cap_bytes
-        filling: dict[object, tuple[list[Trained], int]] = {}
-        for item in sorted(self._exchanged, key=lambda item: item.name):
-            key, size = (item.cut, item.dtype), item.whole_elements * self._settings.gradient_dtype(item.dtype).itemsize
-            batch, filled = filling.get(key, ([], 0))
-            if batch and filled + size > cap_bytes:
-                yield batch
-                batch, filled = [], 0
-            filling[key] = [*batch, item], filled + size
-        yield from (batch for batch, _ in filling.values())
+        items = sorted(self._exchanged, key=lambda item: item.fqn or item.name)
+        sizes = [item.whole_elements * self._settings.gradient_dtype(item.dtype).itemsize for item in items]
+        entries = [Entry(item.cut, item.dtype, size) for item, size in zip(items, sizes, strict=True)]
+        for indices in deal_buckets(entries, self._settings.bucket_cap_bytes):
+            yield [items[index] for index in indices]

@@ -11,7 +11,7 @@ import torch
 
 from shardwright.compiler.ir.dims import ModelDims
 from shardwright.compiler.ir.op import Arg, IROp
-from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.ir.value import IRValue, ValueKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,12 @@ class IRGraph:
     def sources(self) -> tuple[IRValue, ...]:
         """Every value that no operator makes."""
         return (*self.inputs, *self.parameters, *self.buffers, *(value for value, _ in self.constants))
+
+    @property
+    def used_parameters(self) -> tuple[IRValue, ...]:
+        """The parameters in the order in which forward first uses them, which decides the buckets of their gradients."""
+        read = (value for op in self.ops for value in op.operands if value.kind is ValueKind.PARAMETER)
+        return tuple({value.name: value for value in read}.values())
 
     def op(self, name: str) -> IROp:
         """The operator of that name."""

@@ -2,8 +2,8 @@
 
 Messages from one rank to another are one channel (see :mod:`~shardwright.runtime.ranks.messages`). The sender sends what
 an action made right after it, in the order of ``(receiving stage, name, box)``. A receiver knows the actions of its
-peers, so it posts the receives of each channel in the order in which its peer sends, as far ahead as :data:`AHEAD` says, and
-further where a message it needs comes after others of the channel.
+peers, so it posts the receives of each channel in the order in which its peer sends, as far ahead as
+:data:`~shardwright.runtime.schedule.AHEAD` says, and further where a message it needs comes after others of the channel.
 
 What is sent must live until it is gone, and not every transport tells when that is: gloo does so to nobody who does not wait.
 But a rank sends what an action made after it has received what the action needs. So what comes from a peer tells that
@@ -25,19 +25,8 @@ from shardwright.runtime.pipeline.segment import Segment, Transfer, box_shape, p
 from shardwright.runtime.ranks.communicator import Work
 from shardwright.runtime.ranks.counters import Phase
 from shardwright.runtime.ranks.messages import Messages, Sending
-from shardwright.runtime.schedule import ActionKind, Payload, ScheduleAction
+from shardwright.runtime.schedule import AHEAD, PAYLOADS, Payload, ScheduleAction
 from shardwright.runtime.transfer import Box
-
-AHEAD = 2
-"""Receives are posted for the action that runs and for so many later ones that receive something: messages travel while what
-came before them is used."""
-
-PAYLOADS: Mapping[ActionKind, Payload] = {
-    ActionKind.FORWARD: "activations",
-    ActionKind.BACKWARD: "gradients",
-    ActionKind.INPUT_GRADIENT: "gradients",
-}
-"""What an action receives and sends."""
 
 
 class Arrival(NamedTuple):

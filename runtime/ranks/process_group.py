@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.runtime.dealing import EXCHANGES_UNDER_WAY
 from shardwright.runtime.errors import DistributedError
 from shardwright.runtime.ranks.communicator import ReduceOp, Work
 from shardwright.runtime.ranks.messages import Sending, lost, undeliverable
@@ -136,10 +137,6 @@ class ProcessGroupTransport:
         # NCCL's is a collective on a GPU, and guesses which one if it is not told.
         device_ids = [self._device.index] if self._device.type == "cuda" else None
         dist.barrier(group=self.process_group, device_ids=device_ids)
-
-
-EXCHANGES_UNDER_WAY = 2
-"""Each needs room for the rows that come, as much as what is summed."""
 
 
 def _real(x: Tensor) -> Tensor:

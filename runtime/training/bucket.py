@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwright.runtime.dealing import Entry, deal_buckets
 from shardwright.runtime.layout import Layout
 from shardwright.runtime.ranks.communicator import Communicator, Work
 
@@ -235,15 +235,13 @@ def pack(
     ``dtype_of``: from the dtype of a parameter to that in which its gradient is held. ``apart``: names of parameters that share
     no bucket with others.
     """
-    filling: dict[tuple[Any, ...], tuple[list[int], float]] = {}
-    packed: list[list[int]] = []
-    for index, item in enumerate(sums):
-        key = (item.communicator.ranks, item.parameter.dtype, item.name in apart)
-        num_bytes = item.num_elements * dtype_of(item.parameter.dtype).itemsize
-        members, filled = filling.get(key, ([], 0.0))
-        if not members or filled + num_bytes > cap_bytes:
-            members, filled = [], 0.0
-            packed.append(members)
-        members.append(index)
-        filling[key] = (members, filled + num_bytes)
-    return [[sums[index] for index in members] for members in sorted(packed, key=lambda members: members[-1])]
+    entries = [
+        Entry(
+            item.communicator.ranks,
+            item.parameter.dtype,
+            item.num_elements * dtype_of(item.parameter.dtype).itemsize,
+            item.name in apart,
+        )
+        for item in sums
+    ]
+    return [[sums[index] for index in members] for members in deal_buckets(entries, cap_bytes)]

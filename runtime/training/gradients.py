@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.dealing import in_use_order
 from shardwright.runtime.errors import ConfigError, UsageError
 from shardwright.runtime.layout import ZERO, Layout, Mesh
 from shardwright.runtime.module.compiled import CompiledModule
@@ -69,8 +70,9 @@ class TrainedModel:
         for part in self.parallel_modules:
             groups = part.gradient_groups()
             # Backward reaches last what forward uses first. What it never reaches must not hold up others either.
-            use = {name: position for position, name in enumerate(part.use_order)}
-            for declaration, parameter in sorted(part.trained_parameters(), key=lambda item: use.get(item[0].name, -1)):
+            trained = list(part.trained_parameters())
+            for index in in_use_order([declaration.name for declaration, _ in trained], part.use_order):
+                declaration, parameter = trained[index]
                 name, group = names[id(parameter)], groups[declaration.name]
                 is_counted = part.is_counted(declaration)
                 is_shared, over_units = declaration.name in part.shared, ZERO in declaration.layout.cut_axes

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwright.runtime.dealing import balanced_owners, even_sizes
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.ranks.world import World
 from shardwright.runtime.training.bucket import Bucket, GradientSum, hold_gradients_in
@@ -18,7 +19,7 @@ from shardwright.runtime.zero.groups import ZeroGroup, deal, undivided
 from shardwright.runtime.zero.remainders import Remainder
 from shardwright.runtime.zero.settings import ReductionSettings
 from shardwright.runtime.zero.shards import ParameterShard, shard_tensor
-from shardwright.runtime.zero.split import balanced_owners, even_sizes, owned_sizes, pieces
+from shardwright.runtime.zero.split import owned_sizes, pieces
 
 
 def sharded_buckets(
@@ -48,9 +49,7 @@ def sharded_buckets(
     owners = _owners(sums, groups) if whole_parameters or not settings.stage else None
     laid = [_lay(members, groups[members[0].communicator.ranks], owners) for members in packed]
     parameters, gradients = Arenas(), Arenas()
-    is_split = [
-        item.group.inside.size > 1 or not settings.stage or settings.state_dtype(item.dtype) != item.dtype for item in laid
-    ]
+    is_split = [settings.updates_shards(item.dtype, item.group.inside.size) for item in laid]
     places = [
         parameters.of(item.dtype).reserve(sum(item.slice_sizes)) if split else 0
         for item, split in zip(laid, is_split, strict=True)

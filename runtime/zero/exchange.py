@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.runtime.dealing import Entry, deal_buckets, deal_owners
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.world import World
@@ -163,8 +164,11 @@ def whole_parameters(
     for (ranks, dtype), pairs in sorted(together.items(), key=lambda item: item[0][0]):
         communicator = groups[ranks]
         assert communicator is not None, f"rank {world.rank} is not one of {ranks}"
-        cap = settings.bucket_cap_bytes / settings.gradient_dtype(dtype).itemsize
-        batches += [Batch(communicator, *zip(*some, strict=True)) for some in _batched(pairs, cap)]
+        element_bytes = settings.gradient_dtype(dtype).itemsize
+        sizes = [sum(region.num_elements for region in member.pieces.values()) for member, _ in pairs]
+        entries = [Entry(ranks, dtype, size * element_bytes) for size in sizes]
+        dealt = deal_buckets(entries, settings.bucket_cap_bytes)
+        batches += [Batch(communicator, *zip(*(pairs[index] for index in indices), strict=True)) for indices in dealt]
     return WholeParameters(members, batches)
 
 
@@ -173,33 +177,14 @@ def _owners(tables: Sequence[tuple[int, Sequence[tuple[str, Sequence[int], int]]
 
     Where all hold nothing they are the ranks that have copies for use only, and nobody owns anything.
     """
-    loads = [load for load, _ in tables]
+    loads = {rank: load for rank, (load, _) in enumerate(tables)}
     sizes: dict[tuple[str, Ranks], int] = {}
     for _, held in tables:
         for name, ranks, size in held:
             sizes[name, tuple(ranks)] = sizes.get((name, tuple(ranks)), 0) + size
-    owners = {}
-    for key in sorted((key for key, size in sizes.items() if size), key=lambda key: (-sizes[key], key)):
-        owners[key] = min(key[1], key=loads.__getitem__)
-        loads[owners[key]] += sizes[key]
-    return owners
+    return deal_owners(((key, size, key[1]) for key, size in sizes.items() if size), loads)
 
 
 def _cut(flat: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
     """Consecutive parts; none of nothing, of which torch would make one."""
     return torch.split(flat, list(sizes)) if sizes else ()
-
-
-def _batched(pairs: Sequence[tuple[WholeParameter, Tensor]], cap: float) -> Iterator[Sequence[tuple[WholeParameter, Tensor]]]:
-    """Consecutive ones of at most ``cap`` elements together; a larger one alone."""
-    batch: list[tuple[WholeParameter, Tensor]] = []
-    filled = 0
-    for member, piece in pairs:
-        size = sum(region.num_elements for region in member.pieces.values())
-        if batch and filled + size > cap:
-            yield batch
-            batch, filled = [], 0
-        batch.append((member, piece))
-        filled += size
-    if batch:
-        yield batch

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from shardwright.runtime.dealing import EXCHANGES_UNDER_WAY
 from shardwright.runtime.ranks.communicator import Work
 from shardwright.runtime.training.bucket import Bucket, GradientSum
 from shardwright.runtime.zero.awaited import await_parameters
@@ -70,8 +71,9 @@ class BucketGathering:
 class ParameterGathering:
     """The gathering of all buckets of ``module``.
 
-    At most two buckets are under way at a time, in their order; with ``overlaps`` all of them are, those first that forward
-    uses first, until :meth:`finish` is called or somebody reads one of their parameters from the module that has it.
+    At most :data:`EXCHANGES_UNDER_WAY` buckets are under way at a time, in their order; with ``overlaps`` all of them are,
+    those first that forward uses first, until :meth:`finish` is called or somebody reads one of their parameters from the
+    module that has it.
     """
 
     def __init__(self, module: nn.Module, buckets: Iterable[Bucket], *, overlaps: bool = False) -> None:
@@ -87,14 +89,12 @@ class ParameterGathering:
                 gathering.start()
             await_parameters(self._module, self._gatherings)
             return
-        previous: BucketGathering | None = None
-        for gathering in self._gatherings:
+        earlier = EXCHANGES_UNDER_WAY - 1
+        for index, gathering in enumerate(self._gatherings):
             gathering.start()
-            if previous is not None:
-                previous.finish()
-            previous = gathering
-        if previous is not None:
-            previous.finish()
+            if index >= earlier:
+                self._gatherings[index - earlier].finish()
+        self.finish()
 
     def finish(self) -> None:
         """Wait for what is under way."""

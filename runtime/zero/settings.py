@@ -60,6 +60,12 @@ class ReductionSettings:
         """Whether the optimizer updates shards: parts of the parameters, or all of them in the precision of the table."""
         return self.stage > 0 or self.table is not None
 
+    def updates_shards(self, dtype: torch.dtype, num_shards: int) -> bool:
+        """Whether the optimizer gets shards of a parameter of ``dtype``, and not the parameter. ``num_shards``: among which its
+        state is split; one alone is made for a master, or where the table says how gradients lie.
+        """
+        return self.makes_shards and (num_shards > 1 or not self.stage or self.state_dtype(dtype) != dtype)
+
     @property
     def frees_gradients(self) -> bool:
         """Whether gradients are freed as soon as they have been reduced (ZeRO-2)."""

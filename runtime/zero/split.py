@@ -20,11 +20,6 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 """Optimizers whose update of an element depends on that element's gradients only, so that they work on any shard."""
 
 
-def even_sizes(num_elements: int, num_ranks: int) -> list[int]:
-    """The sizes of equal slices that hold ``num_elements``; the last ones may reach beyond them."""
-    return [-(-num_elements // num_ranks)] * num_ranks
-
-
 def owned_sizes(sizes: Sequence[int], owners: Sequence[int], num_ranks: int) -> list[int]:
     """The sizes of the slices of parameters of ``sizes``, which lie in the order of their ``owners``."""
     assert list(owners) == sorted(owners), f"parameters of {list(owners)} do not lie in the order of their owners"
@@ -32,20 +27,6 @@ def owned_sizes(sizes: Sequence[int], owners: Sequence[int], num_ranks: int) -> 
     for size, owner in zip(sizes, owners, strict=True):
         result[owner] += size
     return result
-
-
-def balanced_owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """Who owns each of the parameters of ``sizes``: the largest first, each to the rank that has least so far.
-
-    No rank gets more than 4/3 of the best possible maximum (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969).
-    """
-    loads = [0] * num_ranks
-    owners = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        owner = min(range(num_ranks), key=loads.__getitem__)
-        owners[index] = owner
-        loads[owner] += sizes[index]
-    return owners
 
 
 def pieces(sizes: Sequence[int], slice_sizes: Sequence[int]) -> list[list[tuple[int, int]]]:

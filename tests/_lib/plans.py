@@ -71,8 +71,9 @@ def write(directory: Path, compiled: Compiled, module: nn.Module) -> None:
     weights, constants = initial_values(compiled.program.graph, module)
     for name, tensors in ((WEIGHTS_FILE, weights), (CONSTANTS_FILE, constants)):
         digests[name] = write_tensors(directory / name, tensors, flushes=False).sha256
-    plan = compiled.plan
-    Manifest("test", compiled.program.graph.name, plan.mesh, plan.policy, digests, {}).write(directory)
+    plan, graph = compiled.plan, compiled.program.graph
+    use_order = tuple(value.fqn or value.name for value in graph.used_parameters)
+    Manifest("test", graph.name, plan.mesh, plan.policy, digests, {}, use_order=use_order).write(directory)
 
 
 @dataclass

@@ -5,7 +5,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.runtime.zero.split import balanced_owners, even_sizes, owned_sizes, pieces
+from shardwright.runtime.dealing import balanced_owners, even_sizes
+from shardwright.runtime.zero.split import owned_sizes, pieces
 
 SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=12)
 NUM_RANKS = st.integers(1, 7)
@@ -44,6 +45,5 @@ def test_owners(sizes, num_ranks):
         assert holders == ([owners[index]] if sizes[index] else [])
 
 
-def test_the_largest_first():
-    assert balanced_owners([1, 5, 4, 3, 3], 2) == [1, 0, 1, 1, 0]
+def test_pieces_of_parameters():
     assert pieces([3, 4, 2], [3, 3, 3]) == [[(0, 3), (3, 3), (3, 3)], [(0, 0), (0, 3), (3, 4)], [(0, 0), (0, 0), (0, 2)]]

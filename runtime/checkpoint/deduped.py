@@ -107,7 +107,8 @@ def load_deduped_state_dict(
     for part in holdings.compiled.values():
         part.refresh_copies()
     if optimizer is not None and named is not None:
-        load_named_state(optimizer, holdings, _share_state(world, optimizer, holdings, named))
+        shared = _share_state(world, optimizer, holdings, named)
+        load_named_state(optimizer, holdings, shared, group_names(optimizer, holdings))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwright.runtime.module.original_names import parameter_names
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.ranks.world import current_world
 from shardwright.runtime.regions import Region
@@ -93,33 +94,17 @@ class Holdings:
 
     def parameter_names(self) -> list[str]:
         """The first names of all parameters of the model in the original order, those of other pipeline stages too."""
-        names: list[str] = []
-        seen: set[int] = set()
-        inside: tuple[str, ...] = ()
-        for path, module in self.module.named_modules():
-            if inside and path.startswith(inside):
-                continue
-            prefix = f"{path}." if path else ""
-            if isinstance(module, ParallelModule):
-                names += [prefix + d.name for d in module.all_declarations() if d.kind == "parameter"]
-                seen |= {id(parameter) for parameter in module.parameters()}
-                if not path:
-                    break
-                inside = (*inside, prefix)
-            else:
-                own = [(name, p) for name, p in module._parameters.items() if p is not None and id(p) not in seen]
-                names += [prefix + name for name, _ in own]
-                seen |= {id(parameter) for _, parameter in own}
-        return names
+        return parameter_names(self.module)
 
-    def frozen_names(self) -> set[str]:
-        """The first names of those parameters of compiled parts that are not trained, on other pipeline stages too."""
-        return {
-            f"{path}.{declaration.name}" if path else declaration.name
-            for path, part in self.compiled.items()
-            for declaration in part.all_declarations()
-            if declaration.kind == "parameter" and not declaration.requires_grad
-        }
+    def first_names(self) -> dict[str, str]:
+        """By every name of every tensor of the model, those on other pipeline stages too, its first name."""
+        first = {name: holding.name for holding in self.tensors for name in holding.names}
+        for path, part in self.compiled.items():
+            prefix = f"{path}." if path else ""
+            for declaration in part.all_declarations():
+                for name in declaration.names:
+                    first.setdefault(prefix + name, prefix + declaration.name)
+        return first
 
     def all_names(self) -> set[str]:
         """All names of what the state dicts of all ranks hold."""

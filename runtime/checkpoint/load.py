@@ -16,11 +16,13 @@ from shardwright.runtime.checkpoint.holdings import Holding, Holdings
 from shardwright.runtime.checkpoint.index import INDEX_FILE, Index, OptimizerRecord, TensorRecord
 from shardwright.runtime.checkpoint.optimizer_state import (
     NamedState,
+    group_members,
     group_names,
     listed,
     load_named_state,
     read_lacking_masters,
 )
+from shardwright.runtime.checkpoint.ordering import Groups
 from shardwright.runtime.checkpoint.save import finish_pending
 from shardwright.runtime.checkpoint.state_place import StatePlace, state_places
 from shardwright.runtime.checkpoint.values import decode
@@ -168,13 +170,22 @@ def _read_state(contents: Contents, record: OptimizerRecord, optimizer: Optimize
                 if key != MASTER or place.has_master
             }
             state[name] = {**values, **tensors}
-    back = {saved: own for own, saved in by_name.items()}
-    # Parameters of other ranks, in a pipeline, are nothing that this rank could miss.
-    groups = tuple(
-        (tuple(back[name] for name in group if name in back), {key: decode(value) for key, value in options.items()})
-        for group, options in record.groups
-    )
-    return NamedState(groups, state)
+    return NamedState(_groups_here(record, contents.index, optimizer, holdings), state)
+
+
+def _groups_here(record: OptimizerRecord, index: Index, optimizer: Optimizer, holdings: Holdings) -> Groups:
+    """The saved groups with the names that the parameters have here, on all ranks."""
+    first = holdings.first_names()
+    members = {name for group in group_members(optimizer, holdings) for name in group}
+    held = {name for holding in holdings.tensors for name in holding.names}
+    groups = []
+    for names, options in record.groups:
+        here: dict[str, None] = {}
+        for name in names:
+            known = dict.fromkeys(first[other] for other in (name, *index.tensors[name].aliases) if other in first)
+            here |= {other: None for other in known if other in members or other in held}
+        groups.append((tuple(here), {key: decode(value) for key, value in options.items()}))
+    return tuple(groups)
 
 
 def _read_part(contents: Contents, record: TensorRecord, place: StatePlace) -> Tensor:

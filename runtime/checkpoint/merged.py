@@ -16,6 +16,7 @@ from shardwright.runtime.checkpoint.optimizer_state import (
     PARAM_NAMES,
     NamedState,
     StateDict,
+    group_members,
     group_names,
     listed,
     load_named_state,
@@ -314,14 +315,9 @@ def _named_by_number(optimizer: Optimizer, holdings: Holdings, state_dict: Mappi
     if state_dict is None:
         raise CheckpointError("there is no state for the optimizer", hint="pass optimizer_state_dict too")
     mine = {name for group in group_names(optimizer, holdings) for name in group}
-    held = {name for holding in holdings.tensors for name in holding.names}
-    # Of the parameters on other stages of a pipeline nothing is known here but which of them are trained: the optimizer has
-    # those, with or without the frozen ones.
-    order = [name for name in holdings.parameter_names() if name in mine or name not in held]
+    members = {name for group in group_members(optimizer, holdings) for name in group}
+    order = [name for name in holdings.parameter_names() if name in members]
     numbers = sorted(number for group in state_dict["param_groups"] for number in group["params"])
-    if len(numbers) != len(order):
-        frozen = holdings.frozen_names()
-        order = [name for name in order if name in mine or name not in frozen]
     if len(numbers) != len(order):
         raise CheckpointError(
             "the state dict does not fit the optimizer", why=f"it is for {len(numbers)} parameters, there are {len(order)}"
@@ -329,12 +325,11 @@ def _named_by_number(optimizer: Optimizer, holdings: Holdings, state_dict: Mappi
     by_number = dict(zip(numbers, order, strict=True))
     names = [[by_number[number] for number in group["params"]] for group in state_dict["param_groups"]]
     named = NamedState.of(state_dict, names)
-    groups = tuple((tuple(name for name in group if name in mine), options) for group, options in named.groups)
     state = {name: dict(entries) for name, entries in named.state.items() if name in mine}
     for number, master in state_dict.get(MASTERS, {}).items():
         if by_number[number] in mine:
             state.setdefault(by_number[number], {})[MASTER] = master
-    return NamedState(groups, state)
+    return NamedState(named.groups, state)
 
 
 def _cut_state(named: NamedState, places: Mapping[str, StatePlace]) -> NamedState:

@@ -74,32 +74,45 @@ class NamedState:
         state_dict["state"] = {n: entries for n, entries in state_dict["state"].items() if entries or n not in masters}
         return {**state_dict, MASTERS: masters} if masters else state_dict
 
-    def regrouped(self, names: GroupNames) -> NamedState:
-        """With the groups of another optimizer of the same parameters.
+    def sources(self, members: GroupNames) -> list[int]:
+        """Which saved group each group of another optimizer of the same parameters continues. ``members``: the names of its
+        parameters, by group, those on other ranks too.
 
-        Raises :class:`CheckpointError` if they are not the same, or if a group here would get the options of several.
+        Raises :class:`CheckpointError` if the parameters are not the same, or if a group would get the options of several.
         """
         origin = {name: index for index, (group, _) in enumerate(self.groups) for name in group}
-        problems = [f"{name!r} is not in the saved optimizer" for group in names for name in group if name not in origin]
-        wanted = {name for group in names for name in group}
+        problems = [f"{name!r} is not in the saved optimizer" for group in members for name in group if name not in origin]
+        wanted = {name for group in members for name in group}
         problems += [f"{name!r} is in the saved optimizer only" for name in origin if name not in wanted]
-        options: list[Mapping[str, Any]] = []
-        for number, group in enumerate(names):
-            sources = {origin[name]: name for name in group if name in origin}
+        chosen = []
+        for number, group in enumerate(members):
+            sources = {origin[name]: name for name in reversed(group) if name in origin}
             if len(sources) > 1:
-                examples = ", ".join(repr(name) for name in sources.values())
+                examples = ", ".join(repr(name) for _, name in sorted(sources.items()))
                 problems.append(f"group {number} has parameters of several saved groups, such as {examples}")
-            # A group that is empty here, on some rank of a pipeline, takes the options at its position.
-            source = next(iter(sources), min(number, len(self.groups) - 1))
-            options.append(self.groups[source][1])
+            # A group without parameters on any rank takes the options at its position.
+            chosen.append(next(iter(sources), min(number, len(self.groups) - 1)))
         if problems:
             raise CheckpointError(
                 "the saved optimizer state does not fit the optimizer",
                 why=listed(problems),
                 hint="build the optimizer of the same parameters in the same groups",
             )
+        return chosen
+
+    def regrouped(self, names: GroupNames, members: GroupNames) -> NamedState:
+        """With the groups of another optimizer of the same parameters: ``names`` are those on this rank, ``members`` all.
+
+        Raises :class:`CheckpointError` as :meth:`sources` does.
+        """
+        options = [self.groups[source][1] for source in self.sources(members)]
         groups = tuple((tuple(group), chosen) for group, chosen in zip(names, options, strict=True))
         return NamedState(groups, self.state)
+
+
+def group_members(optimizer: Optimizer, holdings: Holdings) -> GroupNames:
+    """The names of an optimizer's parameters by group, those on other ranks too."""
+    return getattr(optimizer, "group_members", None) or group_names(optimizer, holdings)
 
 
 def group_names(optimizer: Optimizer, holdings: Holdings) -> list[tuple[str, ...]]:
@@ -127,8 +140,10 @@ def named_state(optimizer: Optimizer, holdings: Holdings) -> NamedState:
     return NamedState.of(optimizer.state_dict(), group_names(optimizer, holdings))
 
 
-def load_named_state(optimizer: Optimizer, holdings: Holdings, state: NamedState) -> None:
+def load_named_state(optimizer: Optimizer, holdings: Holdings, state: NamedState, members: GroupNames | None = None) -> None:
     """Give ``optimizer`` the state, in which tensors are this rank's pieces. They become the optimizer's own.
+
+    ``members``: the names that the groups of ``state`` have to have (default: those of the optimizer's on all ranks).
 
     Masters that ``state`` lacks are the parameters as they are then. Those that ``optimizer`` has no place for are left out.
     """
@@ -142,7 +157,9 @@ def load_named_state(optimizer: Optimizer, holdings: Holdings, state: NamedState
     }
     # Some optimizers make their state when they are made, and miss it later even for nothing at all.
     kept |= {name: dict(entries) for name, entries in named_state(optimizer, holdings).state.items() if name in empty}
-    regrouped = NamedState(state.groups, {name: entries for name, entries in kept.items() if entries}).regrouped(names)
+    regrouped = NamedState(state.groups, {name: entries for name, entries in kept.items() if entries}).regrouped(
+        names, group_members(optimizer, holdings) if members is None else members
+    )
     state_dict = regrouped.to_state_dict(name for group in names for name in group)
     for group, own in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
         if PARAM_SHARDS in own:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from shardwright.runtime.errors import CheckpointError
+
 Groups = tuple[tuple[tuple[str, ...], Mapping[str, Any]], ...]
 """The parameter groups of an optimizer: the names and the options of each."""
 
@@ -43,21 +48,28 @@ def reordered(names: Sequence[str], order: Sequence[str]) -> list[str]:
 
 
 def united_groups(ours: Groups, theirs: Groups) -> Groups:
-    """Groups with equal options joined, those at the same position first.
+    """The groups of two ranks, each with the parameters of both: ranks of a pipeline have different ones.
 
-    Ranks of a pipeline have different parameters, so they may not have the same groups. Empty ones of theirs say nothing.
+    Raises :class:`CheckpointError` if the ranks have another number of groups, or other options of one.
     """
-    result = list(ours)
-    for position, (names, options) in enumerate(theirs):
-        if not names:
-            continue
-        places = [position, *range(len(result))]
-        found = next((at for at in places if at < len(result) and _alike(result[at][1], options)), None)
-        if found is None:
-            result.append((names, options))
-        else:
-            result[found] = (united(result[found][0], names), options)
+    if len(ours) != len(theirs):
+        raise CheckpointError(
+            "the ranks have different parameter groups", why=f"{len(ours)} and {len(theirs)} of them", hint=_GROUPS_HINT
+        )
+    result = []
+    for number, ((names, options), (other_names, others)) in enumerate(zip(ours, theirs, strict=True)):
+        if not alike(options, others):
+            keys = [key for key in (*options, *others) if not alike(_only(options, key), _only(others, key))]
+            raise CheckpointError(
+                "the ranks have different parameter groups",
+                why=f"in group {number} {keys[0]!r} is {options.get(keys[0])!r} and {others.get(keys[0])!r}",
+                hint=_GROUPS_HINT,
+            )
+        result.append((united(names, other_names), options))
     return tuple(result)
+
+
+_GROUPS_HINT = "make the optimizer with build_optimizer(..., param_groups=fn); change options of its groups on all ranks"
 
 
 def ordered_groups(groups: Groups, first: Groups, order: Sequence[str]) -> Groups:
@@ -71,6 +83,16 @@ def ordered_groups(groups: Groups, first: Groups, order: Sequence[str]) -> Group
     )
 
 
-def _alike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+def alike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
     """Whether options are equal; a learning rate may be a tensor."""
-    return ours.keys() == theirs.keys() and all(bool(ours[key] == theirs[key]) for key in ours)
+    return ours.keys() == theirs.keys() and all(_is_equal(ours[key], theirs[key]) for key in ours)
+
+
+def _is_equal(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
+        return torch.equal(ours.cpu(), theirs.cpu())
+    return bool(ours == theirs)
+
+
+def _only(options: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {key: options[key]} if key in options else {}

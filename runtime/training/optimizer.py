@@ -12,17 +12,18 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import UsageError
+from shardwright.runtime.module.original_names import parameter_names
 from shardwright.runtime.training.bucket import Named
 from shardwright.runtime.training.clipping import clip_by_norm
 from shardwright.runtime.training.gradients import TrainedModel
 from shardwright.runtime.training.gradnorm import global_norm, norm_dtype, unscale
+from shardwright.runtime.training.param_groups import Members, agreed_members, asked_groups
 from shardwright.runtime.training.reducer import Reducer, ReducerHook
 from shardwright.runtime.training.user_optimizer import check_kind, kind_of, made_again, made_of, updated_names
 from shardwright.runtime.zero.build import shards_of
@@ -39,11 +40,13 @@ class ParallelOptimizer(Optimizer):
 
     ``shards``: what this rank updates of each trained parameter whose optimizer state is split over ranks; empty without
     ZeRO. ``wholes``: the cut parameters of which it updates the whole tensor or, where another rank owns that, nothing; empty
-    for elementwise optimizers. ``param_groups`` hold their tensors in the place of those parameters.
+    for elementwise optimizers. ``param_groups`` hold their tensors in the place of those parameters; they are the same
+    groups on all ranks, and ``group_members`` are the names of all parameters of each, those on other ranks too.
     """
 
     shards: tuple[ParameterShard, ...] = ()
     wholes: tuple[WholeParameter, ...] = ()
+    group_members: Members = ()
     _model: TrainedModel
     _reducer: Reducer
     _gathering: ParameterGathering
@@ -267,7 +270,10 @@ def build_optimizer(
     called twice, as it must be known what it makes before shards are made for it; groups and options are those of the first
     call. ``param_groups`` gives the options of each parameter by name
     (``lambda name, p: {"weight_decay": 0.0} if p.ndim < 2 else {}``); those with equal options form a
-    group. ``elementwise=True`` declares of an optimizer we do not know that its update of an element depends on that element
+    group. All ranks have the same groups, in the order of their first parameters in the original model; a group may be empty
+    on a rank of a pipeline.
+
+    ``elementwise=True`` declares of an optimizer we do not know that its update of an element depends on that element
     alone, so that it may work on shards. Under ZeRO it is given flat pieces of the parameters then. Other optimizers get
     whole parameters: under ZeRO, and of those that the plan cuts, each on one rank, and empty tensors in the place of those
     that other ranks own.
@@ -287,7 +293,9 @@ def build_optimizer(
     parameters = dict(module.named_parameters())
     if model.settings.makes_shards:
         _check_no_gradients(model, parameters)
-    kind, updated, made = kind_of(optimizer_fn, parameters, param_groups, kwargs)
+    order = parameter_names(module)
+    groups = None if param_groups is None else asked_groups(model.world, order, parameters, param_groups)
+    kind, updated, made = kind_of(optimizer_fn, parameters, groups, kwargs)
     is_elementwise = elementwise or kind in ELEMENTWISE
     check_kind(kind, model, is_elementwise)
     cut = [] if is_elementwise else [item for item in model.cut if item.name in updated]
@@ -302,13 +310,14 @@ def build_optimizer(
     }
     exchange.take_values()
     if made is None:
-        optimizer = made_of(optimizer_fn, parameters, tensors, param_groups, kwargs)
+        optimizer = made_of(optimizer_fn, parameters, tensors, groups, kwargs)
     elif shards or exchange.members:
-        optimizer = made_again(made, optimizer_fn, parameters, tensors, param_groups, kwargs)
+        optimizer = made_again(made, optimizer_fn, parameters, tensors, groups, kwargs)
     else:
         optimizer = made
     exchange.release()
     names = updated_names(optimizer, tensors)
+    members = agreed_members(model.world, order, optimizer, names)
     user_class = type(optimizer)
     name = f"Parallel{user_class.__name__}"
     optimizer.__class__ = type(name, (ParallelOptimizer, user_class), {"__doc__": user_class.__doc__})
@@ -316,6 +325,7 @@ def build_optimizer(
     parallel._model, parallel._reducer = model, reducer
     parallel._gathering, parallel.shards = _gathering_of(module, reducer, model), tuple(shards)
     parallel._exchange, parallel.wholes = exchange, exchange.members
+    parallel.group_members = members
     parallel._frozen = _frozen_of(model, reducer, parameters, names.values())
     ranges: dict[str, Any] = {shard.name: [shard.start, shard.stop] for shard in shards if model.settings.stage}
     ranges |= {whole.name: WHOLE if whole.is_owner else [0, 0] for whole in exchange.members}

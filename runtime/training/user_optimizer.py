@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,24 +12,26 @@ from torch.optim import Optimizer
 
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.training.gradients import TrainedModel
+from shardwright.runtime.training.param_groups import AskedGroup
 
 
 def made_of(
     optimizer_fn: Callable[..., Optimizer],
     parameters: Mapping[str, nn.Parameter],
     tensors: Mapping[str, nn.Parameter],
-    param_groups: Callable[[str, nn.Parameter], Mapping[str, Any]] | None,
+    groups: Sequence[AskedGroup] | None,
     options: Mapping[str, Any],
 ) -> Optimizer:
-    """What ``optimizer_fn`` makes of ``tensors``: all in order, or groups in the order of their first parameters.
+    """What ``optimizer_fn`` makes of ``tensors``: all in order, or the ``groups`` that were asked for, empty ones too.
 
     ``tensors``: by the name of the parameter, what the optimizer sees of it.
 
     A rank of a pipeline may hold no parameters at all, or none that is trained. Optimizers refuse an empty list, and a function
     may leave out what is not trained. So there it gets one parameter more, of no element, which is taken out again.
     """
-    if param_groups is not None and parameters:
-        return _checked(optimizer_fn(_groups(parameters, tensors, param_groups), **options))
+    if groups:
+        asked = [{"params": [tensors[name] for name in group.names], **group.options} for group in groups]
+        return _checked(optimizer_fn(asked, **options))
     params = [tensors[name] for name in parameters]
     if any(tensor.requires_grad for tensor in params):
         return _checked(optimizer_fn(params, **options))
@@ -46,7 +48,7 @@ def made_again(
     optimizer_fn: Callable[..., Optimizer],
     parameters: Mapping[str, nn.Parameter],
     tensors: Mapping[str, nn.Parameter],
-    param_groups: Callable[[str, nn.Parameter], Mapping[str, Any]] | None,
+    groups: Sequence[AskedGroup] | None,
     options: Mapping[str, Any],
 ) -> Optimizer:
     """What ``optimizer_fn`` makes of ``tensors``, with the groups and options of ``made``, which it has made of the parameters
@@ -55,7 +57,7 @@ def made_again(
     Raises :class:`ConfigError` if it fails, or makes another number of groups.
     """
     try:
-        optimizer = made_of(optimizer_fn, parameters, tensors, param_groups, options)
+        optimizer = made_of(optimizer_fn, parameters, tensors, groups, options)
         problem = f"{len(optimizer.param_groups)} and {len(made.param_groups)} groups"
         is_alike = len(optimizer.param_groups) == len(made.param_groups)
     except Exception as error:
@@ -73,23 +75,6 @@ def made_again(
             group["params"] = members
         group.update({key: value for key, value in original.items() if key != "params"})
     return optimizer
-
-
-def _groups(
-    parameters: Mapping[str, nn.Parameter],
-    tensors: Mapping[str, nn.Parameter],
-    param_groups: Callable[[str, nn.Parameter], Mapping[str, Any]],
-) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = []
-    for name, parameter in parameters.items():
-        options = dict(param_groups(name, parameter))
-        for group in groups:
-            if {key: value for key, value in group.items() if key != "params"} == options:
-                group["params"].append(tensors[name])
-                break
-        else:
-            groups.append({"params": [tensors[name]], **options})
-    return groups
 
 
 def updated_names(optimizer: Optimizer, tensors: Mapping[str, nn.Parameter]) -> dict[int, str]:
@@ -122,14 +107,14 @@ def _checked(optimizer: Any) -> Optimizer:
 def kind_of(
     optimizer_fn: Callable[..., Optimizer],
     parameters: Mapping[str, nn.Parameter],
-    param_groups: Callable[[str, nn.Parameter], Mapping[str, Any]] | None,
+    groups: Sequence[AskedGroup] | None,
     options: Mapping[str, Any],
 ) -> tuple[type[Optimizer], Collection[str], Optimizer | None]:
     """The class of the optimizer, and the names of what it updates. A function must be called to know: then also its result."""
     called: Any = optimizer_fn.func if isinstance(optimizer_fn, partial) else optimizer_fn
     if isinstance(called, type) and issubclass(called, Optimizer):
         return called, parameters.keys(), None
-    made = made_of(optimizer_fn, parameters, parameters, param_groups, options)
+    made = made_of(optimizer_fn, parameters, parameters, groups, options)
     return type(made), set(updated_names(made, parameters).values()), made
 
 

@@ -1,9 +1,11 @@
 """Names of several ranks in one order."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.runtime.checkpoint.ordering import united, united_groups
+from shardwright.runtime.errors import CheckpointError
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.lists(st.booleans(), min_size=8, max_size=8))
@@ -21,11 +23,18 @@ def test_stages_follow_each_other():
     assert united(("tied", "wpe", "h0"), ("tied", "h1", "ln")) == ("tied", "wpe", "h0", "h1", "ln")
 
 
-def test_groups_meet_by_their_options():
+def test_groups_meet_by_their_position():
     decay, plain = {"weight_decay": 0.1}, {"weight_decay": 0.0}
     ours = ((("a",), decay), (("b",), plain))
-    assert united_groups(ours, ((("c",), plain),)) == ((("a",), decay), (("b", "c"), plain))
-    assert united_groups(ours, (((), {"lr": 1}),)) == ours
-    assert united_groups((), ours) == ours
+    assert united_groups(ours, (((), decay), (("c",), plain))) == ((("a",), decay), (("b", "c"), plain))
     same = ((("a",), decay), (("b",), decay))
     assert united_groups(same, ((("c",), decay), (("d",), decay))) == ((("a", "c"), decay), (("b", "d"), decay))
+
+
+def test_ranks_with_other_groups_are_refused():
+    decay, plain = {"weight_decay": 0.1}, {"weight_decay": 0.0}
+    ours = ((("a",), decay), (("b",), plain))
+    with pytest.raises(CheckpointError, match=r"the ranks have different parameter groups\n  why:   2 and 1 of them"):
+        united_groups(ours, ((("c",), decay),))
+    with pytest.raises(CheckpointError, match=r"why:   in group 1 'weight_decay' is 0.0 and 0.1\n"):
+        united_groups(ours, ((("c",), decay), (("d",), decay)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +13,7 @@ from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.printer import print_graph
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ir.verify import verify
+from shardwright.compiler.ops.render import imports_of, names_bound
 from shardwright.compiler.pass_manager import CompileReport, FunctionPass, PassManager
 from shardwright.compiler.passes.dims import infer_dims, warn_of_lost_batch
 from shardwright.compiler.passes.lower import lower
@@ -105,7 +107,8 @@ def compile_graph(
     Raises :class:`PlanError` for a policy that returns something else than a plan, or a plan that does not fit.
     """
     manager = manager or pass_manager()
-    graph = replace(graph, name=class_name(graph.name))
+    imported = names_bound(statement for body in graph.bodies for op in body.ops for statement in imports_of(op))
+    graph = replace(graph, name=class_name(graph.name, imported))
     if config.inference_only:
         graph = manager.run(FunctionPass("inference", without_gradients), graph)
     planned: IRGraph = annotate(graph, manager)
@@ -168,14 +171,24 @@ def plan_of(returned: Any, policy_name: str) -> Plan:
 
 
 def check_mesh(plan: Plan, config: ComputeConfig) -> None:
-    """Refuse a plan for another number of ranks, or with an axis called ``zero``. Raises :class:`PlanError`."""
+    """Refuse a plan for another number of ranks, or with an axis called ``zero`` or by what is no name. Raises
+    :class:`PlanError`.
+    """
     if plan.mesh.size != config.plan_ngpus:
         raise PlanError(
             "the plan's mesh has another number of ranks than plan_ngpus",
             why=f"mesh {plan.mesh} has {plan.mesh.size}, plan_ngpus={config.plan_ngpus}",
             hint="make the product of the axes equal to plan_ngpus",
         )
-    if ZERO in {axis for mesh in (plan.mesh, *(stage.mesh for stage in plan.stages)) for axis in mesh.names}:
+    axes = dict.fromkeys(axis for mesh in (plan.mesh, *(stage.mesh for stage in plan.stages)) for axis in mesh.names)
+    for axis in axes:
+        if not axis.isidentifier() or unicodedata.normalize("NFKC", axis) != axis:
+            raise PlanError(
+                f"the plan's mesh has an axis called {axis!r}",
+                why="layouts and generated code write the names of axes, so they are identifiers (in the normal form NFKC)",
+                hint="give the axis another name",
+            )
+    if ZERO in axes:
         raise PlanError(
             f"no axis of a plan's mesh is called {ZERO!r}",
             why="the axis of that name runs over units: along it ZeRO-3 stores parameters in pieces",

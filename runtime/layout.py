@@ -281,14 +281,14 @@ class Layout:
         return " ".join([f"[{dims}]", *marks])
 
 
-_AXIS = r"[A-Za-z_]\w*"
+_AXIS = r"[^\s\d/*+,()\[\]][^\s/*+,()\[\]]*"
 _ATOM = re.compile(rf"(\d+(?:\+\d+)*)((?:/{_AXIS})*)")
 
 
 def _parse_axes(text: str | None) -> tuple[str, ...] | None:
     """The names in ``"dp, tp"``; ``None`` if they are not names."""
     names = tuple(name.strip() for name in text.split(",")) if text else ()
-    return names if all(re.fullmatch(_AXIS, name) for name in names) else None
+    return names if all(name.isidentifier() for name in names) else None
 
 
 def _parse_dim(text: str) -> Dim | None:
@@ -296,7 +296,8 @@ def _parse_dim(text: str) -> Dim | None:
     matches = [_ATOM.fullmatch(word.strip()) for word in text.split("*")]
     if None in matches:
         return None
-    return tuple(Atom(tuple(map(int, m[1].split("+"))), tuple(m[2].split("/")[1:])) for m in matches if m is not None)
+    atoms = tuple(Atom(tuple(map(int, m[1].split("+"))), tuple(m[2].split("/")[1:])) for m in matches if m is not None)
+    return atoms if all(axis.isidentifier() for atom in atoms for axis in atom.axes) else None
 
 
 def _product(sizes: Iterator[Size]) -> Size:

@@ -120,13 +120,18 @@ def rebuild(cls: type | str, fields: Mapping[Any, Any]) -> Any:
     return obj
 
 
+def join(path: str, key: Any) -> str:
+    """The path of what lies under ``key`` in the container at ``path``."""
+    return f"{path}.{key}" if path else str(key)
+
+
 def flatten(obj: Any, path: str = "") -> dict[str, Any]:
     """Path to leaf, depth first; paths are like ``past_key_values.layers.0.keys``, and ``""`` for a lone leaf."""
     if kind(obj) == "leaf":
         return {path: obj}
     leaves: dict[str, Any] = {}
     for key, child in children(obj):
-        leaves.update(flatten(child, f"{path}.{key}" if path else str(key)))
+        leaves.update(flatten(child, join(path, key)))
     return leaves
 
 
@@ -135,7 +140,7 @@ def map_leaves(obj: Any, function: Callable[[str, Any], Any], path: str = "") ->
     form = kind(obj)
     if form == "leaf":
         return function(path, obj)
-    items = {key: map_leaves(child, function, f"{path}.{key}" if path else str(key)) for key, child in children(obj)}
+    items = {key: map_leaves(child, function, join(path, key)) for key, child in children(obj)}
     if form == "dict":
         return items
     if form in ("list", "tuple"):

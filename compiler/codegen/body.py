@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
+import sympy
+
 from shardwright.compiler.codegen.comments import describe
-from shardwright.compiler.codegen.literals import named, source, unraw
+from shardwright.compiler.codegen.literals import named, source, tuple_text
 from shardwright.compiler.codegen.names import MODULE_ATTRIBUTES, Scope, attribute_path, axis_variables
 from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, names_read, wrap
-from shardwright.compiler.ir.graph import Tree
-from shardwright.compiler.ir.identifier import identifier
-from shardwright.compiler.ir.op import leaves
-from shardwright.compiler.ir.size import to_python
+from shardwright.compiler.ir.graph import IRGraph, Tree
+from shardwright.compiler.ir.identifier import axis_variable, identifier
+from shardwright.compiler.ir.op import AxisRef, leaves
+from shardwright.compiler.ir.quote import comment, docstring, quoted
+from shardwright.compiler.ir.size import Size, to_python, with_axis_variables
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops import registry
-from shardwright.compiler.ops.render import argument_source, call_source, imports_of
+from shardwright.compiler.ops.render import Source, argument_source, call_source, imports_of, imports_of_literal, names_bound
 from shardwright.compiler.plan.blocks import Run, Update, container_path, gathered_until, group_blocks, size_symbols
 from shardwright.compiler.plan.conversion import CutSizes
 from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Instruction, Program
@@ -37,7 +40,9 @@ RUNTIME_IMPORTS = {
     "recompute": "from shardwright.runtime.recompute import recompute",
     "rebuild": "from shardwright.runtime.structure import rebuild",
 }
-RESERVED = {"self", "torch", "F", "math", "block", "layer", *RUNTIME_IMPORTS}
+BUILTINS = {"bool", "complex", "float", "int", "max", "min", "range", "slice"}
+RESERVED = {"self", "torch", "F", "math", "block", "layer", *BUILTINS, *RUNTIME_IMPORTS}
+"""What bodies read by these names."""
 
 
 @dataclass
@@ -57,6 +62,7 @@ class BodyWriter:
     imports: set[str] = field(default_factory=set)
     methods: dict[Any, _Method] = field(default_factory=dict)
     _imported: set[str] | None = None
+    _axes: dict[int, dict[tuple[str, ...], str]] = field(default_factory=dict)  # variables of axes by the id of a program
     _container: str = ""  # the path of the module whose method is being written
     _train_only: set[str] = field(default_factory=set)
 
@@ -72,22 +78,62 @@ class BodyWriter:
 
     def _reserved(self, program: Program) -> set[str]:
         """Names that no variable may take: those of axes, and of everything the file imports."""
+        return RESERVED | self._imports_read() | set(self._axis_variables(program).values())
+
+    def _imports_read(self) -> set[str]:
+        """The names that the imports of the file bind."""
         if self._imported is None:
             self._imported = set()
             for instruction in (instruction for program in self._programs() for instruction in program.body):
                 if isinstance(instruction, Adapt):
                     self._imported.add(instruction.step.kind)
                 else:
-                    self._imported |= {re.split(r"[ .]", statement)[-1] for statement in imports_of(instruction.op)}
-                    self._imported |= {re.split(r"[ .]", statement)[1] for statement in imports_of(instruction.op)}
-        return RESERVED | self._imported | set(axis_variables(program).values())
+                    self._imported |= names_bound(imports_of(instruction.op))
+            for program in self._programs():
+                for tree in (program.graph.output, *(tree for _, tree in program.graph.signature)):
+                    self._imported |= names_bound(s for _, leaf in tree.leaves() for s in imports_of_literal(leaf))
+        return self._imported
+
+    def _axis_variables(self, program: Program) -> dict[tuple[str, ...], str]:
+        """What the bodies of a program call the groups of its axes."""
+        if id(program) not in self._axes:
+            graph = program.graph
+            taken = RESERVED | self._imports_read() | {dim.symbol for dim in graph.dynamic_dims}
+            self._axes[id(program)] = axis_variables(program, taken | {f"{name}_leaves" for name in graph.argument_order})
+        return self._axes[id(program)]
+
+    def _with_axes(self, program: Program) -> Callable[[Any], Any]:
+        """What puts the variables of axes into an argument or a size, where they are not the usual ones."""
+        variables = self._axis_variables(program)
+        renamed = {axes[0]: name for axes, name in variables.items() if len(axes) == 1 and name != axis_variable(axes[0])}
+
+        def replaced(leaf: Any) -> Any:
+            if isinstance(leaf, AxisRef):
+                return Source(renamed.get(leaf.name, axis_variable(leaf.name)))
+            return with_axis_variables(leaf, renamed) if isinstance(leaf, sympy.Expr) else leaf
+
+        return replaced if renamed else _as_it_is
+
+    def _source_of(self, program: Program) -> Callable[[Size], str]:
+        """What writes sizes."""
+        replaced = self._with_axes(program)
+        return to_python if replaced is _as_it_is else lambda size: to_python(replaced(size))
+
+    def _input_lines(self, graph: IRGraph) -> list[str]:
+        """What calls are checked against, as lines of a dict: path and shape, or value, of every leaf of the arguments."""
+        lines = []
+        for path, leaf in input_leaves(graph):
+            self.imports |= imports_of_literal(leaf)
+            text = f"({quoted(_shape_text(leaf))}, {leaf.dtype})" if isinstance(leaf, IRValue) else source(leaf)
+            lines += wrap(f"{quoted(path)}: {text},", WIDTH - 8)
+        return lines
 
     def _declaration_lines(self, declarations: Iterable[Declaration]) -> list[str]:
         lines = []
         for declaration in declarations:
             value = declaration.value
             name = value.fqn or value.name
-            words = [source(name), f'"{declaration.layout}"', str(value.dtype)]
+            words = [quoted(name), quoted(str(declaration.layout)), str(value.dtype)]
             if value.kind is ValueKind.PARAMETER and not value.requires_grad:
                 words.append("requires_grad=False")
             if value.kind is ValueKind.BUFFER and not value.persistent:
@@ -129,7 +175,7 @@ class BodyWriter:
     def _update(self, update: Update, scope: Scope) -> Line:
         """Give a buffer its new value."""
         before, after = update
-        name = unraw(source(named(before.fqn, scope.block)))
+        name = source(named(before.fqn, scope.block))
         guards = ("if self.training",) if after.name in self._train_only else ()
         return Line(f"self.update_buffer({name}, {scope.name(after)})", guards=guards)
 
@@ -141,8 +187,8 @@ class BodyWriter:
     def _compute_line(self, instruction: Compute, scope: Scope, program: Program) -> Line:
         op = instruction.op
         self.imports |= imports_of(op)
-        code = call_source(op.map_args(lambda leaf: named(leaf, scope.block, identifier)), scope.name, to_python)
-        code = unraw(code)
+        replaced = self._with_axes(program)
+        code = call_source(op.map_args(lambda leaf: named(replaced(leaf), scope.block, identifier)), scope.name, to_python)
         for value in op.results:
             scope.define(value)
         targets = ", ".join(scope.name(value) for value in op.results)
@@ -163,7 +209,7 @@ class BodyWriter:
         layout = f"each {texts[0]}" if alike else " ".join(texts)
         source = f"{PurePath(original.source.file).name}:{original.source.line}" if original.source else ""
         path = original.module_path.removeprefix(self._container).lstrip(".")
-        return "  ".join(word for word in (layout, path, source) if word)
+        return comment("  ".join(word for word in (layout, path, source) if word))
 
     def _adapter_line(self, instruction: Adapt, scope: Scope, program: Program) -> Line:
         step = instruction.step
@@ -172,32 +218,32 @@ class BodyWriter:
             function, default = "self.gathered", "reduce_scatter"
         else:
             self.imports.add(f"from shardwright.runtime.adapters import {step.kind}")
-        words = [scope.name(instruction.value), axis_variables(program)[step.axes]]
+        words = [scope.name(instruction.value), self._axis_variables(program)[step.axes]]
+        sizes = self._source_of(program)
         if step.dim is not None:
             words.append(str(step.dim) if step.kind == "all_to_all" else f"dim={step.dim}")
         if step.kind == "all_to_all":
             assert step.cut is not None and step.to_cut is not None
-            words += [self._cut(step.cut), str(step.to_dim), self._cut(step.to_cut)]
+            words += [self._cut(step.cut, sizes), str(step.to_dim), self._cut(step.to_cut, sizes)]
         elif step.cut is not None and not _is_plain(step.cut, self.program.plan.storage_mesh.axis_size(step.axis), step.kind):
-            words.append(f"cut={self._cut(step.cut)}")
+            words.append(f"cut={self._cut(step.cut, sizes)}")
         if step.backward not in (None, default):
             words.append(f'backward="{step.backward}"')
         scope.define(instruction.result)
-        comment = f"{', '.join(step.axes)}: {step.transition}"
+        note = f"{', '.join(step.axes)}: {step.transition}"
         guards: tuple[str, ...] = ()
         if instruction.value.name in self._train_only:
             self._train_only.add(instruction.result.name)
             guards = ("if self.training",)
-        return Line(f"{scope.name(instruction.result)} = {function}({', '.join(words)})", comment, guards)
+        return Line(f"{scope.name(instruction.result)} = {function}({', '.join(words)})", note, guards)
 
-    def _cut(self, cut: CutSizes) -> str:
+    def _cut(self, cut: CutSizes, sizes: Callable[[Size], str]) -> str:
         self._need("Cut")
-        segments = ", ".join(to_python(size) for size in cut.segments)
-        words = [f"({segments}{',' if len(cut.segments) == 1 else ''})"]
+        words = [tuple_text(map(sizes, cut.segments))]
         if cut.outer != 1 or cut.inner != 1:
-            words.append(to_python(cut.outer))
+            words.append(sizes(cut.outer))
         if cut.inner != 1:
-            words.append(to_python(cut.inner))
+            words.append(sizes(cut.inner))
         return f"Cut({', '.join(words)})"
 
     # ------------------------------------------------------------------------------------------------------- blocks
@@ -247,8 +293,8 @@ class BodyWriter:
         text = [f"    {line}" for line in wrap(f"def {name}({', '.join(words)}):", WIDTH - 4)]
         if run.container:
             number = ", number ``layer``" if takes_layer else ""
-            text.append(f'        """``block`` is one of ``{run.container[0] or "self"}``{number}."""')
-        text += layout_lines([*axis_lines(lines, program), *lines], 8)
+            text.append(f'        """``block`` is one of ``{docstring(run.container[0]) or "self"}``{number}."""')
+        text += layout_lines([*self._axis_lines(lines, program), *lines], 8)
         self.methods[run.key] = _Method(name, text, takes_layer)
         return self.methods[run.key]
 
@@ -256,16 +302,32 @@ class BodyWriter:
 
     def _output(self, tree: Tree, scope: Scope) -> str:
         if tree.kind == "leaf":
-            return argument_source(tree.value, scope.name, to_python)
-        parts = [(key, self._output(child, scope)) for key, child in tree.children]
+            return self._literal(tree.value, scope)
+        parts = [self._output(child, scope) for _, child in tree.children]
+        if tree.kind == "tuple":
+            return tuple_text(parts)
+        if tree.kind == "list":
+            return f"[{', '.join(parts)}]"
+        keys = [self._literal(key, scope) for key, _ in tree.children]
+        fields = ", ".join(f"{key}: {text}" for key, text in zip(keys, parts, strict=True))
         if tree.kind == "dict":
-            return "{" + ", ".join(f"{key!r}: {text}" for key, text in parts).replace("'", '"') + "}"
-        if tree.kind in ("tuple", "list"):
-            text = ", ".join(text for _, text in parts)
-            return f"[{text}]" if tree.kind == "list" else f"({text}{',' if len(parts) == 1 else ''})"
+            return f"{{{fields}}}"
         self._need("rebuild")
-        fields = ", ".join(f'"{key}": {text}' if isinstance(key, str) else f"{key}: {text}" for key, text in parts)
-        return f'rebuild("{tree.type_path}", {{{fields}}})'
+        return f"rebuild({quoted(tree.type_path or '')}, {{{fields}}})"
+
+    def _literal(self, arg: Any, scope: Scope) -> str:
+        """The source of a leaf or a key of the result, with what it imports."""
+        for leaf in leaves(arg):
+            self.imports |= imports_of_literal(leaf)
+        return argument_source(arg, scope.name, to_python)
+
+    def _axis_lines(self, lines: Iterable[Line], program: Program) -> list[Line]:
+        """``tp = self.axis("tp")`` for the axes of a program that the lines use; ``tp_tp2 = self.axis("tp", "tp2")``."""
+        variables = self._axis_variables(program)
+        speaking = (line.code for line in lines if any(name in line.code for name in variables.values()))
+        used = {name for code in speaking for name in names_read(code)}
+        groups = {name: ", ".join(map(quoted, axes)) for axes, name in variables.items() if name in used}
+        return [Line(f"{name} = self.axis({axes})") for name, axes in groups.items()]
 
 
 _DEFAULT_BACKWARD = {"all_reduce": "identity", "keep_one": "identity"}
@@ -286,13 +348,14 @@ def _input_names(instances: list[Run]) -> list[str]:
     return names
 
 
-def axis_lines(lines: Iterable[Line], program: Program) -> list[Line]:
-    """``tp = self.axis("tp")`` for the axes of a program that the lines use; ``tp_tp2 = self.axis("tp", "tp2")``."""
-    variables = axis_variables(program)
-    speaking = (line.code for line in lines if any(name in line.code for name in variables.values()))
-    used = {name for code in speaking for name in names_read(code)}
-    quoted = {name: ", ".join(f'"{axis}"' for axis in axes) for axes, name in variables.items() if name in used}
-    return [Line(f"{name} = self.axis({axes})") for name, axes in quoted.items()]
+def input_leaves(graph: IRGraph) -> list[tuple[str, Any]]:
+    """Path and value of every leaf of the arguments that calls are checked against."""
+    found = (leaf for name, tree in graph.signature for leaf in tree.leaves(name))
+    return [(path, leaf) for path, leaf in found if leaf is None or isinstance(leaf, IRValue | bool | int | float | str)]
+
+
+def _shape_text(value: IRValue) -> str:
+    return "[" + ", ".join(to_python(size) for size in value.shape) + "]"
 
 
 def _held_at_the_end(program: Program) -> list[IRValue]:
@@ -316,6 +379,10 @@ def used_symbols(program: Program) -> set[str]:
                 if hasattr(leaf, "free_symbols"):
                     used |= size_symbols(leaf)
     return used
+
+
+def _as_it_is(leaf: Any) -> Any:
+    return leaf
 
 
 def _is_plain(cut: CutSizes, num_pieces: int, kind: str) -> bool:

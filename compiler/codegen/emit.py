@@ -5,33 +5,45 @@ The body reads like a model a person wrote (``body.py``). Layers that repeat are
 
 from __future__ import annotations
 
+import builtins
 import functools
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
 import jinja2
 
-from shardwright.compiler.codegen.body import RESERVED, BodyWriter, axis_lines, used_symbols
+from shardwright.compiler.codegen.body import RESERVED, BodyWriter, used_symbols
 from shardwright.compiler.codegen.comments import legend
 from shardwright.compiler.codegen.imports import sorted_imports
-from shardwright.compiler.codegen.literals import joined_text, source
+from shardwright.compiler.codegen.literals import joined_text, names_text, source, tuple_text
 from shardwright.compiler.codegen.names import Scope
-from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, wrap
+from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, wrap, wrap_statement
 from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ir.identifier import identifier, is_name
+from shardwright.compiler.ir.quote import docstring, quoted
 from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.terms import RUNTIME
 from shardwright.compiler.passes.verify_program import TABLE
 from shardwright.compiler.plan.program import Program
+from shardwright.runtime.layout import Mesh
+
+PIPELINE_NAMES = {"PipelineModule", "Segment", "Stage", "Transfer"}
+"""What the files of pipelines import."""
 
 
-def class_name(name: str) -> str:
-    """What the class made of a user's class is called: the same, unless generated code reads something else by that name."""
+def class_name(name: str, imported: Collection[str] = ()) -> str:
+    """What the class made of a user's class is called: the same, unless that is no name, or generated code reads something
+    else by it, such as what it has ``imported``.
+    """
     registry.load_tables()
     functions = {op.rpartition(".")[2] for op in registry.OPS if op.startswith(RUNTIME)}
-    return f"{name}Module" if name in RESERVED | functions | {kind for kind, _ in TABLE} else name
+    taken = RESERVED | PIPELINE_NAMES | functions | {kind for kind, _ in TABLE} | set(dir(builtins)) | set(imported)
+    name = name if is_name(name) else identifier(name)
+    return name if is_name(name) and name not in taken else f"{name}Module"
 
 
 @dataclass(frozen=True)
@@ -51,8 +63,9 @@ def emit(
 
     ``seed`` and ``rng`` are those of the config: where random operators start, and whether plans share their draws.
     """
-    writer = Writer(program)
-    fields = {**writer.fields(origin), "seed": seed, "rng": rng, "end2end": end2end}
+    fields = Writer(program).fields(origin)
+    fields["attributes"] += end2end_lines(program.graph) if end2end else []
+    fields["attributes"] += random_lines(seed, rng)
     template = template_named("module.py.jinja")
     mesh = program.plan.mesh
     files = {}
@@ -62,16 +75,43 @@ def emit(
     return files
 
 
+def assigned(name: str, value: str) -> list[str]:
+    """The lines of a class attribute."""
+    return wrap_statement(f"{name} = {value}", WIDTH - 4)
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """The source of a mesh."""
+    return f"Mesh({tuple_text(f'({quoted(axis)}, {size})' for axis, size in mesh.axes)})"
+
+
+def gathering_lines(zero: int, *, gathers: bool) -> list[str]:
+    """Class attributes of a module that stores parameters in pieces and uses them whole."""
+    return ["gathers_weights = True", *([f"zero = {zero}"] if zero > 1 else [])] if gathers else []
+
+
+def random_lines(seed: int, rng: str) -> list[str]:
+    """Class attributes that say how random numbers are drawn, where that is not the default."""
+    return [*([f"seed = {seed}"] if seed else []), *([f"rng_mode = {quoted(rng)}"] if rng != "fast" else [])]
+
+
+def end2end_lines(graph: IRGraph) -> list[str]:
+    """Class attributes of a module that is called by its steps only."""
+    return ["end2end = True", *assigned("arguments", names_text(sample_arguments(graph)))]
+
+
 @functools.cache
 def _templates() -> jinja2.Environment:
     folder = resources.files("shardwright.codegen_templates")
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8")),
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
     )
+    environment.filters["docstring"] = lambda text: docstring(str(text))
+    return environment
 
 
 def template_named(name: str) -> jinja2.Template:
@@ -93,17 +133,18 @@ class Writer(BodyWriter):
             "origin": origin,
             "mesh": program.plan.mesh,
             "axis": next(iter(program.plan.storage_mesh.names), ""),
-            "axes": "".join(f'("{axis}", {size}), ' for axis, size in program.plan.mesh.axes).rstrip(" "),
-            "joined_axes": joined_text(program.joined_axes) if program.joined_axes else "",
+            "mesh_lines": assigned("mesh", mesh_text(program.plan.mesh)),
+            "attributes": [
+                *(assigned("joined_axes", joined_text(program.joined_axes)) if program.joined_axes else []),
+                *gathering_lines(program.plan.zero, gathers=self._gathers_weights()),
+            ],
             "class_name": graph.name,
-            "inputs": input_rows(graph),
-            "arguments": sample_arguments(graph),
+            "inputs": self._input_lines(graph),
             "declarations": self._declarations(),
             "bodies": self._bodies(),
             "methods": [method.lines for method in self.methods.values()],
             "imports": sorted_imports(self.imports | {"import torch"}),
             "dims": graph.dims and legend(graph.dims, program),
-            "gathers_weights": self._gathers_weights(),
             "zero": program.plan.zero,
             "autocast": graph.autocast,
         }
@@ -142,15 +183,15 @@ class Writer(BodyWriter):
             if tree.kind == "leaf":
                 if isinstance(tree.value, IRValue):
                     scope.bind(tree.value, local)
-                pairs.append(f'"{name}": {local}')
+                pairs.append(f"{quoted(name)}: {local}")
                 continue
             self._need("flatten")
-            lines.append(Line(f'{local}_leaves = flatten({local}, "{name}")'))
+            lines.append(Line(f"{local}_leaves = flatten({local}, {quoted(name)})"))
             pairs.append(f"**{local}_leaves")
-            tensors = [(path, value) for path, value in tree.leaves() if isinstance(value, IRValue)]
-            leaves += [(value, f'{local}_leaves["{name}.{path}"]') for path, value in tensors]
+            tensors = [(path, value) for path, value in tree.leaves(name) if isinstance(value, IRValue)]
+            leaves += [(value, f"{local}_leaves[{quoted(path)}]") for path, value in tensors]
         given = {name for name, _ in graph.signature}
-        absent = [f'"{name}": {self._arguments[name]}' for name in graph.argument_order if name not in given]
+        absent = [f"{quoted(name)}: {self._arguments[name]}" for name in graph.argument_order if name not in given]
         check = f"self.check_inputs({{{', '.join(pairs)}}}"
         lines.append(Line(f"{check}, {{{', '.join(absent)}}})" if absent else f"{check})"))
         lines += [Line(f"{scope.name(value)} = {source}") for value, source in leaves]
@@ -160,7 +201,7 @@ class Writer(BodyWriter):
                 lines.append(Line(f"{symbol} = {scope.name(value)}.size({dim})"))
         for condition in graph.conditions:
             text = to_python(condition)
-            lines.append(Line(f'self.require({text}, "{text}")'))
+            lines.append(Line(f"self.require({text}, {quoted(text)})"))
             if "math." in text:
                 self.imports.add("import math")
         return lines
@@ -203,25 +244,8 @@ class Writer(BodyWriter):
         head = self._unpack(scope, used_symbols(program))
         body = self._statements(program, scope)
         body.append(Line(f"return {self._output(program.output, scope)}"))
-        lines = layout_lines([*head, *axis_lines(body, program), *body], 8)
+        lines = layout_lines([*head, *self._axis_lines(body, program), *body], 8)
         return [line.removeprefix("    ") for line in lines]
-
-
-def input_rows(graph: IRGraph) -> list[tuple[str, str]]:
-    """Path and source text of every leaf of the arguments that calls are checked against."""
-    rows: list[tuple[str, str]] = []
-    for name, tree in graph.signature:
-        for path, leaf in tree.leaves():
-            path = f"{name}.{path}".rstrip(".")
-            if isinstance(leaf, IRValue):
-                rows.append((path, f'("{_shape_text(leaf)}", {leaf.dtype})'))
-            elif leaf is None or isinstance(leaf, bool | int | float | str):
-                rows.append((path, source(leaf)))
-    return rows
-
-
-def _shape_text(value: IRValue) -> str:
-    return "[" + ", ".join(to_python(size) for size in value.shape) + "]"
 
 
 def sample_arguments(graph: IRGraph) -> list[str]:

@@ -8,20 +8,30 @@ from typing import Any
 
 import torch
 
-from shardwright.compiler.codegen.body import BodyWriter, axis_lines, used_symbols
+from shardwright.compiler.codegen.body import BodyWriter, used_symbols
 from shardwright.compiler.codegen.comments import legend
-from shardwright.compiler.codegen.emit import Origin, input_rows, sample_arguments, template_named
+from shardwright.compiler.codegen.emit import (
+    Origin,
+    assigned,
+    gathering_lines,
+    mesh_text,
+    random_lines,
+    sample_arguments,
+    template_named,
+)
 from shardwright.compiler.codegen.imports import sorted_imports
-from shardwright.compiler.codegen.literals import joined_text, tuple_text
+from shardwright.compiler.codegen.literals import joined_text, names_text, tuple_text
 from shardwright.compiler.codegen.names import Scope
 from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, wrap
-from shardwright.compiler.ir.graph import Tree
+from shardwright.compiler.ir.graph import IRGraph, Tree
+from shardwright.compiler.ir.quote import quoted
 from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.plan.pipeline import Crossing, PipelineProgram
 from shardwright.compiler.plan.program import Program
 from shardwright.compiler.schedule.schedule import Schedule
-from shardwright.runtime.layout import Atom, Layout, Mesh, merge_atoms
+from shardwright.runtime.layout import Atom, Layout, merge_atoms
+from shardwright.runtime.structure import join
 from shardwright.runtime.transfer import Box, end_of
 
 PIPELINE_IMPORTS = (
@@ -52,6 +62,7 @@ def emit_pipeline(
         own = program.stages_of(rank)
         if own not in writers:
             writers[own] = _PipelineWriter(program.programs[own[0]], pipeline=program, own=own).fields(origin)
+            writers[own]["attributes"] += random_lines(seed, rng)
         first = program.plan.stages[own[0]]
         coords = first.mesh.coords(first.ranks.index(rank))
         where = [f"stage {', '.join(map(str, own))}", *(f"{axis}={index}" for axis, index in coords.items())]
@@ -63,8 +74,6 @@ def emit_pipeline(
                 name: wrap_actions(schedule.texts[positions[rank]]) for name, schedule in (("train", train), ("infer", infer))
             },
             segments={body: [_segment(p, index, rank) for index in own] for body, p in _named_bodies(program)},
-            seed=seed,
-            rng=rng,
         )
     return files
 
@@ -77,8 +86,10 @@ def pipeline_positions(program: PipelineProgram) -> dict[int, int]:
     return {rank: position for ranks, position in order.items() for rank in ranks}
 
 
-def wrap_actions(text: str, width: int = 104) -> list[str]:
-    """Actions in lines, as the parts of one string literal."""
+def wrap_actions(text: str, width: int = 104, longest: int = 108) -> list[str]:
+    """Actions in lines, as the parts of one string literal; in one of ``longest``, which has no brackets around it."""
+    if len(text) <= longest:
+        return [text]
     lines: list[str] = []
     for word in text.split():
         if lines and len(lines[-1]) + len(word) + 1 <= width:
@@ -102,31 +113,32 @@ class _PipelineWriter(BodyWriter):
         program, plan = self.pipeline, self.pipeline.plan
         named = _named_bodies(program)
         bodies = [self._stage_lines(p, index, f"stage{index}{body}") for body, p in named for index in self.own]
-        outputs = {f"output{body}": self._output_lines(p.graph.output) for body, p in named}
+        outputs = {f"output{body}": self._result_lines(p.graph.output) for body, p in named}
         self.imports |= set(PIPELINE_IMPORTS)
         dims = program.graph.dims
         return {
             "origin": origin,
             "mesh": f"{len(plan.stages)} stages, {plan.schedule}, {plan.num_microbatches} microbatches",
             "axis": next((axis for stage in plan.stages for axis in stage.mesh.over_units(plan.zero).names), ""),
-            "stages": [_stage_text(stage.mesh, stage.ranks, _joined_axes(program, i)) for i, stage in enumerate(plan.stages)],
-            "schedule": plan.schedule,
+            "stages": [line for index in range(len(plan.stages)) for line in _stage_lines(program, index)],
+            "attributes": gathering_lines(plan.zero, gathers=self._gathers_weights()),
+            "schedule": assigned("schedule", quoted(plan.schedule)),
             "num_microbatches": plan.num_microbatches,
             "class_name": program.graph.name,
-            "inputs": input_rows(program.graph),
-            "arguments": tuple_text(f'"{name}"' for name in sample_arguments(program.graph)),
-            "sizes": tuple_text(f'"{symbol}"' for symbol in _symbols(program)) if _symbols(program) else "",
+            "inputs": self._input_lines(program.graph),
+            "arguments": _argument_lines(program.graph, _symbols(program)),
             "size_methods": [lines for body, p in named for lines in self._size_methods(p, body)],
-            "output_stages": {body: _output_stages(p) for body, p in named},
-            "shared": sorted(program.shared.items()),
-            "owned": [(fqn, _owned_text(layouts)) for fqn, layouts in sorted(program.owned.items())],
+            "output_stages": {body: _output_lines(p) for body, p in named},
+            "by_parameter": {
+                "shared": _entries((fqn, str(stages)) for fqn, stages in sorted(program.shared.items())),
+                "owned": _entries((fqn, _owned_text(layouts)) for fqn, layouts in sorted(program.owned.items())),
+            },
             "declarations": self._declarations(),
             "bodies": bodies,
             "outputs": outputs,
             "methods": [method.lines for method in self.methods.values()],
             "imports": sorted_imports(self.imports | {"import torch"}),
             "dims": legend(dims, self.program) if dims else "",
-            "gathers_weights": self._gathers_weights(),
             "zero": plan.zero,
             "autocast": program.graph.autocast,
         }
@@ -147,7 +159,7 @@ class _PipelineWriter(BodyWriter):
         body.append(Line(f"return ({results}{',' if len(leaves) == 1 else ''})"))
         words = ["self", *arguments, *(["*", *symbols] if symbols else [])]
         head = [f"    {line}" for line in wrap(f"def {name}({', '.join(words)}):", 124)]
-        return [*head, *layout_lines([*axis_lines(body, program), *body], 8)]
+        return [*head, *layout_lines([*self._axis_lines(body, program), *body], 8)]
 
     def _size_methods(self, program: PipelineProgram, ending: str) -> list[list[str]]:
         """``layouts`` and ``output_shapes``: what depends on the sizes of a sample, where these vary."""
@@ -157,20 +169,20 @@ class _PipelineWriter(BodyWriter):
         arguments = ", ".join(["self", *symbols])
         layouts = [f"    def layouts{ending}({arguments}):"]
         for text in map(to_python, program.graph.conditions):
-            layouts.append(f'        self.require({text}, "{text}")')
+            layouts += layout_lines([Line(f"self.require({text}, {quoted(text)})")], 8)
             self.imports |= {"import math"} if "math." in text else set()
         layouts.append("        return {")
         for crossing in program.crossings:
             if {crossing.source, crossing.target} & set(self.own):
                 ends = f"({_layout_source(crossing.sent.layout)}, {_layout_source(crossing.received.layout)})"
-                key = f'("{crossing.value.name}", {crossing.source}, {crossing.target})'
+                key = f"({quoted(crossing.value.name)}, {crossing.source}, {crossing.target})"
                 layouts += [f"            {line}" for line in wrap(f"{key}: {ends},", WIDTH - 12)]
         shapes = [f"    def output_shapes{ending}({arguments}):", "        return {"]
         for path, _, shape, _ in _output_stages(program):
-            shapes.append(f'            "{path}": {tuple_text(map(to_python, shape))},')
+            shapes += [f"            {line}" for line in _entries([(path, tuple_text(map(to_python, shape)))], 12)]
         return [[*layouts, "        }"], [*shapes, "        }"]]
 
-    def _output_lines(self, tree: Tree) -> list[str]:
+    def _result_lines(self, tree: Tree) -> list[str]:
         """The body of ``output``: the result structure over its leaves by path."""
         text = self._output(_by_path(tree, ""), _Leaves(set()))
         return layout_lines([Line(f"return {text}")], 8)
@@ -228,9 +240,9 @@ class _Leaves(Scope):
 def _by_path(tree: Tree, path: str) -> Tree:
     if tree.kind == "leaf":
         if isinstance(tree.value, IRValue):
-            return Tree("leaf", IRValue(f'leaves["{path}"]', (), torch.float32))
+            return Tree("leaf", IRValue(f"leaves[{quoted(path)}]", (), torch.float32))
         return tree
-    children = tuple((key, _by_path(child, f"{path}.{key}".lstrip("."))) for key, child in tree.children)
+    children = tuple((key, _by_path(child, join(path, key))) for key, child in tree.children)
     return Tree(tree.kind, tree.value, children, tree.type_path)
 
 
@@ -244,10 +256,31 @@ def _joined_axes(program: PipelineProgram, stage: int) -> tuple[tuple[str, ...],
     return tuple(dict.fromkeys(axes for body in program.bodies for axes in body.programs[stage].joined_axes))
 
 
-def _stage_text(mesh: Mesh, ranks: tuple[int, ...], joined: tuple[tuple[str, ...], ...]) -> str:
-    axes = tuple_text([f'("{axis}", {size})' for axis, size in mesh.axes])
-    words = [f"Mesh({axes})", tuple_text(map(str, ranks)), *([f"joined_axes={joined_text(joined)}"] if joined else [])]
-    return f"Stage({', '.join(words)})"
+def _stage_lines(program: PipelineProgram, index: int) -> list[str]:
+    stage, joined = program.plan.stages[index], _joined_axes(program, index)
+    words = [mesh_text(stage.mesh), tuple_text(map(str, stage.ranks))]
+    words += [f"joined_axes={joined_text(joined)}"] if joined else []
+    return wrap(f"Stage({', '.join(words)}),", WIDTH - 8)
+
+
+def _argument_lines(graph: IRGraph, symbols: tuple[str, ...]) -> list[str]:
+    """Class attributes: what a sample gives, and the sizes that vary between samples."""
+    lines = assigned("arguments", names_text(sample_arguments(graph)))
+    return lines + (assigned("sizes", names_text(symbols)) if symbols else [])
+
+
+def _output_lines(program: PipelineProgram) -> list[str]:
+    """The entries of ``output_stages``. Where sizes vary, ``output_shapes`` has those that are not of a scalar."""
+    varies = bool(_symbols(program))
+    rows = _output_stages(program)
+    shapes = [None if varies and shape else tuple_text(map(to_python, shape)) for _, _, shape, _ in rows]
+    texts = [f"({stage}, {shape}, {dtype})" for (_, stage, _, dtype), shape in zip(rows, shapes, strict=True)]
+    return _entries((path, text) for (path, *_), text in zip(rows, texts, strict=True))
+
+
+def _entries(items: Iterable[tuple[str, str]], indent: int = 8) -> list[str]:
+    """Entries of a dict: names, and the source of what belongs to them."""
+    return [line for name, text in items for line in wrap(f"{quoted(name)}: {text},", WIDTH - indent)]
 
 
 def _segment(program: PipelineProgram, index: int, rank: int) -> dict[str, Any]:
@@ -258,21 +291,32 @@ def _segment(program: PipelineProgram, index: int, rank: int) -> dict[str, Any]:
     varies = bool(_symbols(program))
     return {
         "stage": index,
-        "reads": tuple_text(f'"{names[value.name]}"' for value in stage.reads),
-        "receives": [_transfer(_crossing(program, v, s, index), rank, arriving=True, varies=varies) for v, s in stage.receives],
-        "sends": [_transfer(_crossing(program, v, index, t), rank, arriving=False, varies=varies) for v, t in stage.sends],
-        "outputs": tuple_text(f'"{path}"' for path, _ in stage.outputs),
-        "sizes": tuple_text(f'"{symbol}"' for symbol in symbols) if symbols else "",
+        "reads": _named_tuple("reads", (names[value.name] for value in stage.reads)),
+        "receives": [
+            line
+            for value, source in stage.receives
+            for line in _transfer(_crossing(program, value, source, index), rank, arriving=True, varies=varies)
+        ],
+        "sends": [
+            line
+            for value, target in stage.sends
+            for line in _transfer(_crossing(program, value, index, target), rank, arriving=False, varies=varies)
+        ],
+        "outputs": [
+            *_named_tuple("outputs", (path for path, _ in stage.outputs)),
+            *(_named_tuple("sizes", symbols) if symbols else []),
+        ],
     }
 
 
+def _named_tuple(name: str, texts: Iterable[str]) -> list[str]:
+    """An argument of a :class:`Segment` that is a tuple of names."""
+    return wrap(f"{name}={names_text(texts)},", WIDTH - 12)
+
+
 def _input_paths(program: PipelineProgram) -> list[tuple[str, IRValue]]:
-    found = []
-    for name, tree in program.graph.signature:
-        for path, leaf in tree.leaves():
-            if isinstance(leaf, IRValue):
-                found.append((f"{name}.{path}".rstrip("."), leaf))
-    return found
+    leaves = (leaf for name, tree in program.graph.signature for leaf in tree.leaves(name))
+    return [(path, value) for path, value in leaves if isinstance(value, IRValue)]
 
 
 def _crossing(program: PipelineProgram, value: IRValue, source: int, target: int) -> Crossing:
@@ -282,7 +326,7 @@ def _crossing(program: PipelineProgram, value: IRValue, source: int, target: int
 def _transfer(crossing: Crossing, rank: int, *, arriving: bool, varies: bool) -> list[str]:
     """The source of a :class:`Transfer` as one rank sees it; where sizes vary, ``layouts`` has the rest."""
     words = [
-        f'"{crossing.value.name}"',
+        quoted(crossing.value.name),
         f"stage={crossing.source if arriving else crossing.target}",
         f"dtype={crossing.value.dtype}",
         f"differentiable={crossing.value.takes_gradient}",
@@ -292,7 +336,7 @@ def _transfer(crossing: Crossing, rank: int, *, arriving: bool, varies: bool) ->
         end = end_of(crossing.sent, crossing.received, rank, arriving=arriving, differentiable=gradient)
         words[2:2] = [f"shape={end.shape}"]
         words += [f"pieces={_boxes(end.pieces)}", f"grad_pieces={_boxes(end.grad_pieces)}"]
-    return wrap(f"Transfer({', '.join(words)}),", 104)
+    return wrap(f"Transfer({', '.join(words)}),", WIDTH - 16)
 
 
 def _boxes(items: Iterable[tuple[int, Box]]) -> str:

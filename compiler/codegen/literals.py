@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from shardwright.compiler.ir.quote import quoted, quoted_with_layer
 from shardwright.compiler.ir.size import to_python
-from shardwright.compiler.ops.render import argument_source
+from shardwright.compiler.ops.render import Source, argument_source
 from shardwright.compiler.plan.blocks import layered
-
-
-class _Raw(str):
-    """Source text that stands in an argument as it is."""
-
-    __slots__ = ()
-
-    def __new__(cls, text: str) -> _Raw:
-        return super().__new__(cls, f"\N{SYMBOL FOR START OF TEXT}{text}")
-
-
-def unraw(code: str) -> str:
-    """A statement with the text of names from :func:`named` in place of the strings they stood for."""
-    return re.sub("([\"'])\N{SYMBOL FOR START OF TEXT}(.*?)\\1", r'f"\2"', code)
 
 
 def source(literal: Any) -> str:
@@ -32,8 +18,8 @@ def source(literal: Any) -> str:
 
 def named(leaf: Any, container: tuple[str, int] | None, write: Callable[[str], str] = str) -> Any:
     """A name of a layer as source that puts in the layer's number; anything else as it is."""
-    text = layered(leaf, container, write) if isinstance(leaf, str) else leaf
-    return leaf if text == leaf else _Raw(text)
+    parts = layered(leaf, container, write) if isinstance(leaf, str) else leaf
+    return Source(quoted_with_layer(*parts)) if isinstance(parts, tuple) else leaf
 
 
 def tuple_text(items: Iterable[str]) -> str:
@@ -42,6 +28,11 @@ def tuple_text(items: Iterable[str]) -> str:
     return f"({', '.join(words)}{',' if len(words) == 1 else ''})"
 
 
+def names_text(names: Iterable[str]) -> str:
+    """The source of a tuple of names."""
+    return tuple_text(map(quoted, names))
+
+
 def joined_text(joined_axes: Iterable[tuple[str, ...]]) -> str:
     """The source of sets of axes."""
-    return tuple_text(tuple_text(f'"{axis}"' for axis in axes) for axes in joined_axes)
+    return tuple_text(map(names_text, joined_axes))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Mapping
+from collections.abc import Collection
 
 from torch import nn
 
+from shardwright.compiler.ir.identifier import axis_variable, is_name
+from shardwright.compiler.ir.quote import quoted
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.plan.blocks import weight_path
 from shardwright.compiler.plan.program import Program
@@ -83,22 +85,33 @@ STAGE_METHOD = re.compile(r"stage\d+(_eval)?")
 """The methods of a pipeline's stages, likewise."""
 
 
+_MODULE_NAMES = frozenset((*dir(nn.Module), "training"))
+_INDEX = re.compile(r"0|[1-9][0-9]*")
+
+
 def attribute_path(path: str, *, root: str = "self") -> str:
-    """``transformer.h.0.attn`` -> ``self.transformer.h[0].attn``; odd or colliding names go through ``self.weights(...)``."""
+    """``transformer.h.0.attn`` -> ``self.transformer.h[0].attn``; odd or colliding names go through ``self.weights("...")``,
+    or ``block["..."]``.
+    """
     parts = path.split(".")
-    odd = any(not (part.isdigit() or (part.isidentifier() and not keyword.iskeyword(part))) for part in parts)
-    taken = parts[0] in MODULE_ATTRIBUTES or parts[0].isdigit() or parts[0].startswith("_") or STAGE_METHOD.fullmatch(parts[0])
-    if odd or (root == "self" and taken):
-        return f'{root}.weights("{path}")'
-    return root + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts)
+    odd = any(not _INDEX.fullmatch(part) and (not is_name(part) or part in _MODULE_NAMES) for part in parts)
+    first = parts[0]
+    taken = first in MODULE_ATTRIBUTES or _INDEX.fullmatch(first) or first.startswith("_") or STAGE_METHOD.fullmatch(first)
+    if root == "self" and (odd or taken):
+        return f"self.weights({quoted(path)})"
+    if odd:
+        return f"{root}[{quoted(path)}]"
+    return root + "".join(f"[{part}]" if _INDEX.fullmatch(part) else f".{part}" for part in parts)
 
 
-def axis_variables(program: Program) -> Mapping[tuple[str, ...], str]:
-    """What a body calls the groups of each axis, and of each set of axes that an adapter goes over."""
-    names: dict[tuple[str, ...], str] = {(axis,): axis for axis in program.plan.storage_mesh.names}
-    for axes in program.joined_axes:
-        name = "_".join(axes)
-        while name in names.values():
+def axis_variables(program: Program, taken: Collection[str] = ()) -> dict[tuple[str, ...], str]:
+    """What a body calls the groups of each axis, and of each set of axes that an adapter goes over: none of the names that
+    are ``taken``, whatever the axes are called.
+    """
+    names: dict[tuple[str, ...], str] = {}
+    for axes in (*((axis,) for axis in program.plan.storage_mesh.names), *program.joined_axes):
+        name = "_".join(map(axis_variable, axes))
+        while name in names.values() or name in taken:
             name += "_"
         names[axes] = name
     return names

@@ -90,15 +90,26 @@ _WORDS = frozenset(["and", "or", "if", "else", "in", "is", "not"])
 
 
 def wrap(code: str, width: int) -> list[str]:
-    """Break a long call after its outermost opening bracket, one line for all arguments, or one line each."""
+    """Break a long call after its outermost opening bracket, one line for all arguments, or one line each. What stands in a
+    tuple, list or dict has one line each; what has no comma gets one only where it means nothing.
+    """
     end = code[len(code.rstrip(",:")) :]
     opening = _last_bracket(code.removesuffix(end))
-    if len(code) <= width or opening is None:
+    if len(code) <= width or opening is None or opening + 2 + len(end) == len(code):
         return [code]
     head, inner, tail = code[: opening + 1], code[opening + 1 : -1 - len(end)], code[-1 - len(end) :]
-    if len(inner) + 4 <= width and not inner.endswith(","):
+    parts = split_commas(inner)
+    has_comma = inner.endswith(",") or len(parts) > 1
+    is_call_or_index = opening > 0 and code[opening - 1] not in _BEFORE_DISPLAY
+    if not has_comma and (code[opening] == "[" if is_call_or_index else code[opening] == "("):
+        return [head, *(f"    {line}" for line in wrap(inner, width - 4)), tail]  # x[i,] is another index, (x,) a tuple
+    if (is_call_or_index or not has_comma) and len(inner) + 4 <= width and not inner.endswith(","):
         return [head, f"    {inner}", tail]
-    return [head, *(f"    {line}" for part in split_commas(inner) for line in wrap(f"{part},", width - 4)), tail]
+    return [head, *(f"    {line}" for part in parts for line in wrap(f"{part},", width - 4)), tail]
+
+
+_BEFORE_DISPLAY = " ([{*-~"
+"""Before a bracket that makes a tuple, list or dict, or only groups: formatted calls and indices have nothing in between."""
 
 
 def _last_bracket(code: str) -> int | None:
@@ -136,9 +147,10 @@ def _tokens(code: str) -> Iterator[tuple[int, int, str, int]]:
         depth += text in ("(", "[", "{")
 
 
-# Strings, numbers, names, signs. Of what generated code says this is what `tokenize` finds, in a tenth of its time.
+# Strings, numbers, names, signs. Of what generated code says this is what `tokenize` finds, in a tenth of its time. Outside of
+# strings all that is not ASCII is part of names.
 _TOKEN = re.compile(
     r"""[A-Za-z]{0,2}(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
-    r"""|0[xXoObB]\w+|(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?[jJ]?|\w+"""
+    r"""|0[xXoObB]\w+|(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?[jJ]?|[\w\u0080-\U0010ffff]+"""
     r"""|(?:\*\*|//|<<|>>|[-+*/%@&|^=<>!:])=|\*\*|//|<<|>>|->|\.\.\.|\S"""
 )

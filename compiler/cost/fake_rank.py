@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwright.compiler.cost.fake_kernels import FakeKernels
+from shardwright.compiler.ir.identifier import axis_variable
 from shardwright.compiler.ir.op import IROp, leaves
 from shardwright.compiler.ir.size import Size, dynamic_sizes, to_python
 from shardwright.compiler.ops.render import call_source, imports_of
@@ -51,7 +52,7 @@ class FakeRank:
         self.mesh, self.coords = mesh, dict.fromkeys(mesh.names, 0)
         self.mode = nullcontext() if zeros else FakeTensorMode(allow_non_fake_inputs=True)
         self._counters = CommunicationCounters()
-        self.axes = {name: self._group(name, size, 0) for name, size in mesh.axes}
+        self.axes = {axis_variable(name): self._group(name, size, 0) for name, size in mesh.axes}
         self._module = SimpleNamespace(training=True, device=torch.device(device), rng=RngState(0, rng, mesh, self.coords))
 
     def _group(self, name: str, size: int, index: int) -> AxisGroup:

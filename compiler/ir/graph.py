@@ -12,6 +12,7 @@ import torch
 from shardwright.compiler.ir.dims import ModelDims
 from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.runtime.structure import join
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +29,13 @@ class Tree:
     children: tuple[tuple[Any, Tree], ...] = ()
     type_path: str | None = None
 
-    def leaves(self) -> list[tuple[str, Arg]]:
-        """``(path, value)`` of every leaf; the path is like ``past_key_values.0.key``."""
+    def leaves(self, path: str = "") -> list[tuple[str, Arg]]:
+        """``(path, value)`` of every leaf, as :func:`~shardwright.runtime.structure.flatten` gives them at run time; the path
+        is like ``past_key_values.0.key``.
+        """
         if self.kind == "leaf":
-            return [("", self.value)]
-        return [(f"{key}.{path}".rstrip("."), value) for key, child in self.children for path, value in child.leaves()]
+            return [(path, self.value)]
+        return [leaf for key, child in self.children for leaf in child.leaves(join(path, key))]
 
     def map(self, function: Callable[[Arg], Arg]) -> Tree:
         """The structure with ``function`` applied to the value of every leaf."""

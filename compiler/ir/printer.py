@@ -14,6 +14,7 @@ import torch
 from shardwright.compiler.ir.dims import ModelDims
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.op import Arg, IROp, RankDevice, WhenTraining
+from shardwright.compiler.ir.quote import comment
 from shardwright.compiler.ir.size import Size, to_python
 from shardwright.compiler.ir.value import IRValue
 
@@ -36,7 +37,7 @@ _SHORT_DTYPES = {
 def print_graph(graph: IRGraph) -> str:
     """The whole graph; parameters and buffers that no operator reads are left out."""
     used = set(graph.uses()) | {v.name for v in graph.outputs} | {v.name for pair in graph.buffer_updates for v in pair}
-    lines = [f"graph {graph.name}" + (f"  autocast({print_dtype(graph.autocast)})" if graph.autocast else "")]
+    lines = [f"graph {comment(graph.name)}" + (f"  autocast({print_dtype(graph.autocast)})" if graph.autocast else "")]
     for word, values in (("input", graph.inputs), ("parameter", graph.parameters), ("buffer", graph.buffers)):
         shown = (value for value in values if word == "input" or value.name in used)
         lines += [f"  {word} {print_value(value)}{_source_notes(value)}" for value in shown]
@@ -63,7 +64,7 @@ def print_op(op: IROp, dims: ModelDims | None = None) -> str:
     notes += [] if op.grad_enabled else ["no_grad"]
     notes += [f"only in {op.only_in}"] if op.only_in else []
     notes += [f"{{{op.rule.annotation}}}"] if op.rule else []
-    return f"{results} = {op.target}({args})  # {'  '.join(note for note in notes if note)}".rstrip(" #")
+    return f"{results} = {op.target}({args})  # {comment('  '.join(note for note in notes if note))}".rstrip(" #")
 
 
 def print_value(value: IRValue) -> str:
@@ -101,7 +102,7 @@ def print_arg(arg: Arg) -> str:
         return print_size(arg)
     if arg is Ellipsis:
         return "..."
-    return getattr(arg, "__qualname__", None) or repr(arg)
+    return comment(getattr(arg, "__qualname__", None) or repr(arg))
 
 
 def print_tree(tree: Tree) -> str:
@@ -113,8 +114,8 @@ def print_tree(tree: Tree) -> str:
         return f"({items})" if tree.kind == "tuple" else f"[{items}]"
     if tree.kind == "dict":
         return "{" + ", ".join(f"{key!r}: {print_tree(child)}" for key, child in tree.children) + "}"
-    name = (tree.type_path or "").partition(":")[2]
-    return f"{name}({', '.join(f'{key}={print_tree(child)}' for key, child in tree.children)})"
+    name = comment((tree.type_path or "").partition(":")[2])
+    return f"{name}({', '.join(f'{comment(str(key))}={print_tree(child)}' for key, child in tree.children)})"
 
 
 def print_location(op: IROp) -> str:
@@ -129,4 +130,4 @@ def _named_arg(name: str, value: Any, position: int) -> str:
 def _source_notes(value: IRValue) -> str:
     notes = [value.fqn] if value.fqn and value.fqn != value.name else []
     notes += [f"tied to {', '.join(value.aliases)}"] if value.aliases else []
-    return f"  # {'  '.join(notes)}" if notes else ""
+    return f"  # {comment('  '.join(notes))}" if notes else ""

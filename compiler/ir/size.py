@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 import sympy
+
+from shardwright.compiler.ir.identifier import axis_variable
 
 Size: TypeAlias = int | sympy.Expr
 
@@ -79,6 +81,23 @@ class Offset(sympy.Function):  # type: ignore[misc]
     is_nonnegative = True
 
 
+class AxisVariable(sympy.Symbol):  # type: ignore[misc]
+    """A mesh axis by the variable that stands for its group in generated code."""
+
+    __slots__ = ()
+
+
+def with_axis_variables(size: Size, variables: Mapping[str, str]) -> Size:
+    """The size with axes replaced by variables, for source in which their usual ones mean something else."""
+    if isinstance(size, int):
+        return size
+    return size.xreplace({sympy.Symbol(axis): AxisVariable(variable) for axis, variable in variables.items()})
+
+
+def _axis_text(axis: sympy.Symbol) -> str:
+    return str(axis.name if isinstance(axis, AxisVariable) else axis_variable(axis.name))
+
+
 def local_size(size: Size, axis: str, axis_size: int) -> Size:
     """The size of a rank's piece: a number where it is the same on all ranks."""
     if isinstance(size, int) and size % axis_size == 0:
@@ -97,7 +116,7 @@ def to_python(size: Size) -> str:
         return str(size)
     if isinstance(size, LocalSize | Offset):
         method = "local_size" if isinstance(size, LocalSize) else "offset"
-        return f"{size.args[1]}.{method}({to_python(simplify(size.args[0]))})"
+        return f"{_axis_text(size.args[1])}.{method}({to_python(simplify(size.args[0]))})"
     if size.is_Integer or size.is_Symbol:
         return str(size)
     kind = type(size).__name__

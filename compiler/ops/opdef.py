@@ -144,7 +144,8 @@ class OpDef:
 def _is_default(value: Arg, default: Any) -> bool:
     if default is REQUIRED or isinstance(value, IRValue | WhenTraining | RankDevice | torch.Tensor):
         return False
-    return type(value) is type(default) and bool(value == default)
+    # Their source tells apart what is equal: -0.0 is not 0.0, (True,) is not (1,).
+    return type(value) is type(default) and bool(value == default) and repr(value) == repr(default)
 
 
 def is_simple(text: str) -> bool:

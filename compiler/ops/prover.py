@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.compiler.ir.identifier import axis_variable
 from shardwright.compiler.ir.op import AxisRef, IROp, leaves, map_leaves
 from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ir.value import IRValue
@@ -246,13 +247,13 @@ class _Call:
 
         def run_thread(rank: int) -> _Outcome:
             groups = RankMesh(mesh)
-            return run(rank, {name: groups.axis(name) for name in mesh.names})
+            return run(rank, {axis_variable(name): groups.axis(name) for name in mesh.names})
 
         try:
             if any(isinstance(leaf, AxisRef) for _, arg in local.args for leaf in leaves(arg)):
                 return run_ranks(mesh.size, run_thread)
             return [
-                run(rank, {name: _Place(mesh.axis_size(name), coords[name]) for name in mesh.names})
+                run(rank, {axis_variable(name): _Place(mesh.axis_size(name), coords[name]) for name in mesh.names})
                 for rank, coords in enumerate(mesh.all_coords())
             ]
         except Exception as error:  # whatever a wrong rule makes of the call

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -18,11 +19,13 @@ from typing import Any
 import sympy
 import torch
 
+from shardwright.compiler.ir.identifier import axis_variable, is_name
 from shardwright.compiler.ir.op import Arg, AxisRef, IROp, RankDevice, RankRng, WhenTraining, leaves
+from shardwright.compiler.ir.quote import quoted
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.opdef import REQUIRED, OpDef, is_simple
-from shardwright.runtime.errors import InternalError
+from shardwright.runtime.errors import InternalError, TraceError
 
 NameOf = Callable[[IRValue], str]
 """The source of a value: a local variable, ``self.transformer.wte.weight``."""
@@ -31,7 +34,15 @@ SizeText = Callable[[sympy.Expr], str]
 """The source of a symbolic size."""
 
 _TORCH_LITERALS = torch.dtype | torch.memory_format | torch.layout
+_MAX_DECIMAL = 10**4000
+"""Python neither writes nor reads decimal numbers of more digits than about this."""
 _SHORT_MODULES = {"torch": "import torch", "F": "import torch.nn.functional as F", "math": "import math"}
+
+
+class Source(str):
+    """Source text that stands in an argument as it is."""
+
+    __slots__ = ()
 
 
 def call_source(op: IROp, name_of: NameOf, size_text: SizeText) -> str:
@@ -46,7 +57,7 @@ def call_source(op: IROp, name_of: NameOf, size_text: SizeText) -> str:
     opdef = registry.get(op.target)
     if opdef is None:
         function = op.target
-        words = [text(arg) if name.isdigit() else f"{name}={text(arg)}" for name, arg in op.args]
+        words = [text(arg) if name.isdigit() else _keyword(name, text(arg)) for name, arg in op.args]
         if _is_runtime_function(function):  # the parallel form of a registered operator: arguments have its names
             function = function.rpartition(".")[2]
             words[0] = text(op.args[0][1])
@@ -81,36 +92,85 @@ def argument_source(arg: Arg, name_of: NameOf, size_text: SizeText) -> str:
         case RankRng():
             return "self.rng"
         case AxisRef():
-            return arg.name
+            return axis_variable(arg.name)
         case WhenTraining(train=True, eval=False):
             return "self.training"
         case WhenTraining(train=False, eval=True):
             return "not self.training"
         case WhenTraining():
             return f"{text(arg.train)} if self.training else {text(arg.eval)}"
-        case float() if not math.isfinite(arg):
-            return f'float("{arg}")'
         case tuple():
             return f"({', '.join(map(text, arg))}{',' if len(arg) == 1 else ''})"
         case list():
             return f"[{', '.join(map(text, arg))}]"
+        case dict():
+            return f"{{{', '.join(f'{text(key)}: {text(item)}' for key, item in arg.items())}}}"
         case slice():
             return f"slice({text(arg.start)}, {text(arg.stop)}, {text(arg.step)})"
+    return literal_source(arg)
+
+
+def literal_source(arg: Any) -> str:
+    """The source of a constant: one that evaluates to the same type and value, to the sign of a zero and to NaN.
+
+    Raises :class:`InternalError` for what has no source form.
+    """
+    match arg:
+        case Source():
+            return str(arg)
         case Enum():
-            return f"{type(arg).__module__}.{type(arg).__qualname__}.{arg.name}"
+            return _member_source(arg)
         case str():
-            return _quoted(arg)
-        case float() | complex():
-            return repr(arg).replace("e+", "e")  # as formatters write it
-        case bool() | int() | None:
+            return quoted(str(arg))
+        case None | bool() | bytes():
             return repr(arg)
+        case int():  # the methods of the type: subclasses such as numpy's have a repr of their own
+            return int.__repr__(arg) if abs(arg) < _MAX_DECIMAL else hex(arg)
+        case float():
+            return _float_source(float(arg))
+        case complex():
+            return _complex_source(complex(arg))
         case torch.device():
-            return f'torch.device("{arg}")'
+            return f"torch.device({quoted(str(arg))})"
+        case range():
+            return repr(arg)
     if arg is Ellipsis:
         return "..."
     if isinstance(arg, _TORCH_LITERALS):
         return str(arg)
     raise InternalError(f"an argument of type {type(arg).__name__} has no source form", why=f"the argument is {arg!r}")
+
+
+def _float_source(number: float) -> str:
+    return repr(number).replace("e+", "e") if math.isfinite(number) else f'float("{number}")'  # as formatters write it
+
+
+def _complex_source(number: complex) -> str:
+    """What ``repr`` gives loses the sign of a zero and has no NaN: ``-0+1j`` is a sum."""
+    parts = (number.real, number.imag)
+    if all(math.isfinite(part) and (part or math.copysign(1, part) > 0) for part in parts):
+        return repr(number).replace("e+", "e")
+    return f"complex({', '.join(map(_float_source, parts))})"
+
+
+def _member_source(member: Enum) -> str:
+    """A member by its name, or by its value where it has no name that can be written: a combination of flags."""
+    cls = type(member)
+    path = f"{cls.__module__}.{cls.__qualname__}"
+    if not all(map(is_name, path.split("."))):
+        raise TraceError(
+            f"generated code cannot import {path}, the class of {member}",
+            why="it is local to a function, or its module has a name that no import statement can say",
+            hint="define it at the top level of a module",
+        )
+    if member.name is not None and is_name(member.name):
+        return f"{path}.{member.name}"
+    return f"{path}({literal_source(member.value)})"
+
+
+def _keyword(name: str, text: str) -> str:
+    """An argument by keyword; functions that take any keywords may get some that are no names."""
+    return f"{name}={text}" if is_name(name) else f"**{{{quoted(name)}: {text}}}"
 
 
 def index_source(index: Arg, name_of: NameOf, size_text: SizeText) -> str:
@@ -149,11 +209,21 @@ def imports_of(op: IROp) -> set[str]:
     elif code[0].isalpha():
         statements.add(_SHORT_MODULES[code.partition(".")[0]])
     for arg in _literals(op):
-        if isinstance(arg, _TORCH_LITERALS | torch.device):
-            statements.add("import torch")
-        elif isinstance(arg, Enum):
-            statements.add(f"import {type(arg).__module__}")
+        statements |= imports_of_literal(arg)
     return statements
+
+
+def imports_of_literal(arg: Any) -> set[str]:
+    """The import statements that the source of a constant needs."""
+    if isinstance(arg, _TORCH_LITERALS | torch.device):
+        return {"import torch"}
+    return {f"import {type(arg).__module__}"} if isinstance(arg, Enum) else set()
+
+
+def names_bound(statements: Iterable[str]) -> set[str]:
+    """The names that generated code reads what it imports by; of ``import a.b.c`` also the last one."""
+    words = (re.split(r"[ .]", statement) for statement in statements)
+    return {name for found in words for name in (found[1], found[-1])}
 
 
 def _literals(op: IROp) -> Iterator[Any]:
@@ -180,8 +250,3 @@ def _module_of(path: str) -> str:
             continue
         return ".".join(parts[:length])
     raise InternalError(f"{path} is not an import path")
-
-
-def _quoted(text: str) -> str:
-    """A string literal in double quotes where that needs no escapes."""
-    return f'"{text}"' if text.isprintable() and not set(text) & set('"\\') else repr(text)

@@ -29,6 +29,7 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Instruction, Program
 from shardwright.compiler.plan.zero import in_pieces, is_large, over_units
 from shardwright.runtime.layout import Layout, Mesh
+from shardwright.runtime.structure import join
 
 
 def lower(graph: IRGraph, plan: Plan, whole_in_units: Set[str] = frozenset()) -> Program:
@@ -218,7 +219,7 @@ class _Lowering:
             if not isinstance(tree.value, IRValue):
                 return tree
             return replace(tree, value=self._adapted(tree.value, self._output_layout(path, tree.value), None))
-        return replace(tree, children=tuple((k, self._output(child, f"{path}.{k}".lstrip("."))) for k, child in tree.children))
+        return replace(tree, children=tuple((k, self._output(child, join(path, k))) for k, child in tree.children))
 
 
 @lru_cache(maxsize=KNOWN)

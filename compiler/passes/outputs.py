@@ -8,6 +8,7 @@ from dataclasses import replace
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.plan.outputs import output_wishes
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.structure import join
 
 
 def needed(graph: IRGraph, config: ComputeConfig) -> IRGraph:
@@ -28,6 +29,6 @@ def drop_outputs(graph: IRGraph, outputs: Mapping[str, object]) -> IRGraph:
     def prune(tree: Tree, path: str) -> Tree:
         if tree.kind == "leaf":
             return Tree("leaf", None) if path in outputs and outputs[path] is None else tree
-        return replace(tree, children=tuple((k, prune(child, f"{path}.{k}".lstrip("."))) for k, child in tree.children))
+        return replace(tree, children=tuple((k, prune(child, join(path, k))) for k, child in tree.children))
 
     return replace(graph, output=prune(graph.output, "")).live()

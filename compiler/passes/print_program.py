@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from shardwright.compiler.ir.quote import comment
 from shardwright.compiler.ir.size import to_python
+from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.render import call_source
 from shardwright.compiler.plan.program import Adapt, Program
 
@@ -22,7 +24,8 @@ def print_program(program: Program) -> str:
             strategy = " ".join(f"{axis}={s}" for axis, s in instruction.assignment.items())
             call = call_source(instruction.op, lambda value: value.name, to_python)
             lines.append(f"  {names} = {call}  # {layouts}  {strategy}".rstrip())
-    outputs = [f"{path}={value.name}" for path, value in program.output.leaves() if hasattr(value, "name")]
+    leaves = [(path, value) for path, value in program.output.leaves() if isinstance(value, IRValue)]
+    outputs = [f"{comment(path)}={value.name}" if path else value.name for path, value in leaves]
     lines.append(f"  return {', '.join(outputs)}")
     if program.eval_program is not None:
         lines += ["in evaluation:", print_program(program.eval_program)]

@@ -22,7 +22,7 @@ from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.plan.conversion import GATHERS
 from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
 
-_CONTAINER = re.compile(r"^(?:(?P<prefix>.*?)\.)?(?P<index>\d+)(?:\.|$)")
+_CONTAINER = re.compile(r"(?s)^(?:(?P<prefix>.*?)\.)?(?P<index>0|[1-9][0-9]*)(?:\.|\Z)")
 MIN_RUN = 6
 """Shorter runs stay inline: a call would not make the file shorter."""
 
@@ -85,16 +85,16 @@ def container_path(container: tuple[str, int] | None) -> str:
     return f"{container[0]}.{container[1]}".lstrip(".") if container else ""
 
 
-def layered(text: str, container: tuple[str, int] | None, write: Callable[[str], str] = str) -> str:
-    """A name that starts with a container, or lies in it, with ``{layer}`` for the container's number.
+def layered(text: str, container: tuple[str, int] | None, write: Callable[[str], str] = str) -> str | tuple[str, str]:
+    """What stands before and after the container's number in a name that starts with a container, or lies in it.
 
-    ``write`` makes the start of such a name from the container's path: ``transformer_h_0_dropout`` becomes
-    ``transformer_h_{layer}_dropout``. Other names stay as they are.
+    ``write`` makes the start of such a name from the container's path: of ``transformer_h_0_dropout`` the parts are
+    ``transformer_h_`` and ``_dropout``. Other names stay as they are.
     """
     start = write(container_path(container)) if container else ""
     if not start or not re.match(rf"{re.escape(start)}(\W|_|$)", text):
         return text
-    return f"{re.sub(r'[0-9]+$', '', start)}{{layer}}{text[len(start) :]}"
+    return re.sub(r"[0-9]+$", "", start), text[len(start) :]
 
 
 def weight_path(value: IRValue, container: tuple[str, int] | None) -> str | None:

@@ -130,8 +130,8 @@ def ops_of(graph: IRGraph) -> dict[str, IROp]:
 
 def input_paths(graph: IRGraph) -> dict[str, IRValue]:
     """The tensors that the module is given, by path: ``input_ids``, ``batch.mask``."""
-    leaves = ((name, path, value) for name, tree in graph.signature for path, value in tree.leaves())
-    return {f"{name}.{path}".rstrip("."): value for name, path, value in leaves if isinstance(value, IRValue)}
+    leaves = (leaf for name, tree in graph.signature for leaf in tree.leaves(name))
+    return {path: value for path, value in leaves if isinstance(value, IRValue)}
 
 
 def output_paths(graph: IRGraph) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardwright.compiler.ir.identifier import is_name
 from shardwright.runtime import structure
 from shardwright.runtime.errors import TraceError, did_you_mean
 
@@ -55,6 +56,14 @@ def bind_arguments(module: torch.nn.Module, dummy_args: Mapping[str, Any]) -> Ar
     for key in dummy_args:
         if key not in named and not open_ended:
             raise TraceError(f"{name}.forward has no parameter {key!r}", where=where, hint=did_you_mean(key, named))
+    for key in (*named, *dummy_args):
+        if not is_name(key):  # of a function without source, or among **kwargs
+            raise TraceError(
+                f"{name}.forward is given an argument called {key!r}",
+                where=where,
+                why="the generated forward has the same arguments, and that is no name of a variable in Python",
+                hint="give it another name, or pass a dict that has this key",
+            )
     missing = [p.name for p in parameters if p.name in named and p.default is p.empty and p.name not in dummy_args]
     if missing:
         raise TraceError(

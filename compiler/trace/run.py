@@ -79,7 +79,7 @@ class _Run:
     def trace(self) -> Traced:
         arguments = {name: structure.map_leaves(value, self._fake_input, name) for name, value in self.arguments.given}
         self._place_fakes()
-        signature = tuple((name, input_tree(self.recorder, value)) for name, value in arguments.items())
+        signature = tuple((name, input_tree(self.recorder, value, name)) for name, value in arguments.items())
         result = self._run_forward(arguments)
         self.dynamic.check()
         warn_of_unrolled(self.recorder.ops)

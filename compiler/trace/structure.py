@@ -8,19 +8,21 @@ import torch
 
 from shardwright.compiler.ir.graph import Tree
 from shardwright.compiler.ir.op import RankDevice
+from shardwright.compiler.ir.size import to_python
+from shardwright.compiler.ops.render import argument_source
 from shardwright.compiler.trace.recorder import Recorder
 from shardwright.runtime import structure
-from shardwright.runtime.errors import TraceError
+from shardwright.runtime.errors import InternalError, TraceError
 
 
-def input_tree(recorder: Recorder, argument: Any) -> Tree:
-    """The tree of an argument: values for its tensors, literals for the rest."""
-    return _tree(recorder, argument, "an argument", set())
+def input_tree(recorder: Recorder, argument: Any, name: str) -> Tree:
+    """The tree of the argument ``name``: values for its tensors, literals for the rest."""
+    return _checked(_tree(recorder, argument, "an argument", set()), name, f"the argument {name!r}", written=False)
 
 
 def output_tree(recorder: Recorder, result: Any) -> Tree:
     """The tree of the result of ``forward``."""
-    return _tree(recorder, result, "the result", set())
+    return _checked(_tree(recorder, result, "the result", set()), "", "the result", written=True)
 
 
 def _tree(recorder: Recorder, obj: Any, what: str, seen: set[int]) -> Tree:
@@ -39,6 +41,43 @@ def _tree(recorder: Recorder, obj: Any, what: str, seen: set[int]) -> Tree:
             hint="define the class at the top level of a module",
         )
     return Tree("object", children=children, type_path=structure.type_path(obj))
+
+
+def _checked(tree: Tree, name: str, what: str, *, written: bool) -> Tree:
+    """The tree, whose leaves must have paths of their own. ``written``: generated code builds it, so it must be able to write
+    every key and every leaf.
+    """
+    paths: set[str] = set()
+    for path, leaf in tree.leaves(name):
+        if path in paths:
+            raise TraceError(
+                f"{what} of forward has two leaves called {path!r}",
+                why="a leaf is known by the keys that lead to it, joined by dots: the key 'a.b' is like 'b' in 'a', 1 like '1'",
+                hint="rename a key, so that the joined names differ",
+            )
+        paths.add(path)
+        if written:
+            _check_written(leaf, f"{path!r} in {what}" if path else what)
+    if written:
+        _check_keys(tree, what)
+    return tree
+
+
+def _check_keys(tree: Tree, what: str) -> None:
+    for key, child in tree.children:
+        _check_written(key, f"a key of {what}")
+        _check_keys(child, what)
+
+
+def _check_written(literal: Any, what: str) -> None:
+    try:
+        argument_source(literal, lambda value: value.name, to_python)
+    except InternalError:
+        raise TraceError(
+            f"{what} of forward is a {type(literal).__name__}, which generated code cannot write: {literal!r}",
+            why="it builds the result of tensors, numbers, strings and their like in tuples, lists, dicts and objects",
+            hint="leave it out of the result",
+        ) from None
 
 
 def _leaf(recorder: Recorder, leaf: Any) -> Any:

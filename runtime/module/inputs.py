@@ -142,7 +142,10 @@ def _is_tensor(leaf: Any) -> bool:
 
 def _same_literal(expected: Any, value: Any) -> bool:
     # ``True == 1``, but a program traced with one is not the program traced with the other.
-    return value is expected or (type(value) is type(expected) and not isinstance(value, Tensor) and bool(value == expected))
+    if value is expected or type(value) is not type(expected) or isinstance(value, Tensor):
+        return value is expected
+    # NaN is what it was compiled as, though it equals nothing; -0.0 equals 0.0 and is another number.
+    return repr(value) == repr(expected) if isinstance(value, float) else bool(value == expected)
 
 
 def _brief(value: Any) -> str:

@@ -1,0 +1,33 @@
+"""The policy ``data``: what it takes for the batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import plans
+import torch
+from torch import Tensor, nn
+
+
+class Prompted(nn.Module):
+    """Images and prompts go through a layer together, laid end to end along the batch, as SegGPT does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, image: Tensor, prompt: Tensor, label: Tensor) -> Tensor:
+        both = self.up(torch.cat((self.embed(image), prompt), dim=0)).relu()  # [B + B, 8]
+        half = both.shape[0] // 2
+        mixed = self.down(both[:half] + both[half:])
+        return (mixed - label).square().mean()
+
+
+def test_batches_laid_end_to_end_are_split(tmp_path: Path) -> None:
+    """Nothing is gathered: a rank has its rows of the images and of the prompts."""
+    generator = torch.Generator().manual_seed(0)
+    names = ("image", "prompt", "label")
+    inputs = {name: torch.randn(5, 6, dtype=torch.float64, generator=generator) for name in names}
+    compiled, _ = plans.check_policy(Prompted().double(), inputs, "data", 2, tmp_path)
+    kinds = [adapter.step.kind for adapter in compiled.program.adapters()]
+    assert sorted(kinds) == ["all_reduce", "narrow", "narrow", "narrow"]

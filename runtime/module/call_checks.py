@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwright.runtime.errors import InputError, format_error
+from shardwright.runtime.errors import InputError, UsageError, format_error
 from shardwright.runtime.layout import ZERO
 from shardwright.runtime.module.compiled import CompiledModule
 from shardwright.runtime.module.declarations import Declaration
@@ -21,12 +21,14 @@ from shardwright.runtime.module.scope import Place
 from shardwright.runtime.ranks.checksum import differing
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.groups import RankMesh
+from shardwright.runtime.training.reducer import Reducer
 
 
 class DeclaredParameter(NamedTuple):
-    """Where a parameter lives, and whether it was trained when the module was compiled."""
+    """Where a parameter lives, what lies there, and whether it was trained when the module was compiled."""
 
     place: Place
+    parameter: nn.Parameter
     requires_grad: bool
 
 
@@ -40,14 +42,40 @@ def check_devices(owner: str, tensors: Mapping[str, Tensor], device: torch.devic
             )
 
 
-def check_requires_grad(module: nn.Module, declared: Sequence[DeclaredParameter]) -> None:
-    """Refuse parameters of ``module`` that are trained now and were not when it was compiled, or the reverse."""
-    # Read from where they live: load_state_dict(assign=True) and some conversions put other Parameter objects there.
-    for (scope, leaf), requires_grad in declared:
-        parameter = scope._parameters[leaf]
-        assert parameter is not None
+def check_parameters(module: nn.Module, declared: Sequence[DeclaredParameter]) -> None:
+    """Refuse parameters of ``module`` that others have put in the place of its own, and such that are trained now and were not
+    when it was compiled, or the reverse.
+    """
+    for (scope, leaf), parameter, requires_grad in declared:
+        if scope._parameters.get(leaf) is not parameter:
+            _refuse_replaced(module, leaf, scope)
         if parameter.requires_grad is not requires_grad:
             _refuse_requires_grad(module, parameter)
+
+
+def _refuse_replaced(module: nn.Module, leaf: str, scope: nn.Module) -> None:
+    name = next(f"{path}.{leaf}" if path else leaf for path, part in module.named_modules() if part is scope)
+    found = scope._parameters.get(leaf)
+    raise UsageError(
+        f"parameter {name!r} of {type(module).__name__} is not the one that the module was made with",
+        why=f"a {type(found).__name__} lies in its place; gradients are summed for the parameter that was there"
+        if found is not None
+        else "somebody has taken it out; the program reads it",
+        hint="write values into it, with torch.no_grad(): parameter.copy_(value), or load them with load_state_dict; evaluate "
+        "other weights under torch.no_grad()",
+    )
+
+
+def check_reduced(module: CompiledModule, reducer: Reducer) -> None:
+    """Refuse parameters of ``module`` that took the place of those whose gradients ``reducer`` sums."""
+    reduced = {id(parameter) for parameter in reducer.parameters}
+    for declaration, parameter in module.trained_parameters():
+        if id(parameter) not in reduced:
+            raise UsageError(
+                f"parameter {declaration.name!r} of {type(module).__name__} was replaced after its optimizer was built",
+                why="the optimizer updates the parameter that was there, and gradients are summed for that one",
+                hint="load without assign=True, or call build_optimizer after loading",
+            )
 
 
 def _refuse_requires_grad(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -57,6 +57,12 @@ class CompiledModule(Scope):
             hint="save its state_dict(), or all ranks together with shardwright.save_checkpoint",
         )
 
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the whole module; its program has one for training and one for evaluation."""
+        for part in self.modules():
+            part.__dict__["training"] = bool(mode)
+        return self
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters; under ZeRO those of the optimizer's shards with them."""
         if self.reducer is not None and self.reducer.is_attached:

@@ -32,7 +32,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,8 @@ from shardwright.runtime.module.call_checks import (
     DeclaredParameter,
     StepsWithoutSums,
     check_devices,
-    check_requires_grad,
+    check_reduced,
+    check_parameters,
     compare_inputs,
 )
 from shardwright.runtime.module.compiled import CompiledModule
@@ -55,6 +56,7 @@ from shardwright.runtime.module.extra_state import check_extra_state, check_hold
 from shardwright.runtime.module.inputs import InputTable
 from shardwright.runtime.module.scope import Place, place
 from shardwright.runtime.module.weights import WeightFiles
+from shardwright.runtime.module.wrappers import watch_wrappers
 from shardwright.runtime.ops.random import RngMode, RngState
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.groups import AxisGroup, RankMesh
@@ -91,6 +93,7 @@ class ParallelModule(CompiledModule):
     zero: ClassVar[int] = 1
     arguments: ClassVar[Sequence[str]] = ()
     autocast: ClassVar[torch.dtype | None] = None
+    is_called: ClassVar[bool] = True
 
     _declarations: dict[str, Declaration]
     _places: dict[str, tuple[Place, ...]]
@@ -99,6 +102,7 @@ class ParallelModule(CompiledModule):
     _input_table: InputTable
     _inputs_compared: bool
     _in_step: bool = False
+    _are_replaced: bool = False  # others may lie in the place of the parameters, for a good reason
     _unit: Communicator
     _stored_over_units: RankMesh
     _gathering: WeightGathering
@@ -107,6 +111,7 @@ class ParallelModule(CompiledModule):
     def __init__(self, init_params: bool = True) -> None:
         super().__init__()
         watch_clipping()
+        watch_wrappers()
         world = current_world()
         self._make_groups(world)
         self.rng = RngState(self.seed, self.rng_mode, self.mesh, self.ranks.coords, self.ranks.unit)
@@ -196,11 +201,7 @@ class ParallelModule(CompiledModule):
                     value = torch.empty(shape, dtype=declaration.dtype, device=self._device)
                 tensor = nn.Parameter(value, declaration.requires_grad) if declaration.kind == "parameter" else value
                 self._put(declaration.name, declaration, tensor)
-                if declaration.kind == "parameter":
-                    where = self._places[declaration.name][0]
-                    self._parameters_declared.append(DeclaredParameter(where, declaration.requires_grad))
-                    if self.ranks.world.size > 1:
-                        setattr(tensor, UNSUMMED, type(self).__name__)
+        self._note_parameters()
         self._steps_without_sums = StepsWithoutSums(self)
         # After all first names: a scope that holds nothing but an alias must not come before its elder siblings.
         for declaration in self._declarations.values():
@@ -214,6 +215,34 @@ class ParallelModule(CompiledModule):
         else:
             where.put_buffer(tensor, persistent=declaration.persistent)
         self._places[declaration.name] = (*self._places.get(declaration.name, ()), where)
+
+    def _note_parameters(self) -> None:
+        """Remember which tensors the parameters are, and mark them as such whose gradients the ranks have to sum.
+
+        Raises :class:`UsageError` if they are others than those whose gradients are summed already.
+        """
+        self._parameters_declared = []
+        for declaration in self._declarations.values():
+            if declaration.kind == "parameter":
+                where, parameter = self._places[declaration.name][0], self.weights(declaration.name)
+                self._parameters_declared.append(DeclaredParameter(where, parameter, declaration.requires_grad))
+                if self.ranks.world.size > 1:
+                    setattr(parameter, UNSUMMED, type(self).__name__)
+        self._are_replaced = False
+        if self.reducer is not None and self.reducer.is_attached:
+            check_reduced(self, self.reducer)
+
+    def own_parameters(self) -> list[DeclaredParameter]:
+        """The parameters, as they were when somebody put them there who may: the module itself, or ``load_state_dict``."""
+        if self._are_replaced:
+            self._note_parameters()
+        return self._parameters_declared
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """See :meth:`CompiledModule.__deepcopy__`."""
+        made = super().__deepcopy__(memo)
+        made._note_parameters()
+        return made
 
     def __getattr__(self, name: str) -> Any:
         """What ``nn.Module`` finds; :class:`AttributeError` says in words what of the original a parallel module has."""
@@ -327,7 +356,7 @@ class ParallelModule(CompiledModule):
         tensors = self._input_table.check(given, absent or {})
         check_devices(type(self).__name__, tensors, self._device)
         if torch.is_grad_enabled():
-            check_requires_grad(self, self._parameters_declared)
+            check_parameters(self, self.own_parameters())
             if self.reducer is None:
                 self._steps_without_sums.check(self)
         if not self._inputs_compared:
@@ -413,13 +442,15 @@ class ParallelModule(CompiledModule):
         if key not in state_dict:
             check_holds_wholes(self, key)
         self.note_loaded()
+        self._are_replaced = True  # with assign=True, those of the submodules are replaced after this
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
         missing_keys = rest[0]
         if key in missing_keys:
             missing_keys.remove(key)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
+        self._are_replaced = True  # with torch.__future__.set_overwrite_module_params_on_conversion
         self._device = fn(torch.empty(0, device=self._device)).device
         return self
 

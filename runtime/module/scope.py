@@ -2,17 +2,170 @@
 
 A generated class keeps its parameters where the user's model had them, so that ``named_parameters()`` and ``state_dict()``
 speak the original names and generated code reads ``self.transformer.h[0].attn.c_attn.weight``.
+
+A scope looks like the submodule of the original that it stands for, but nobody calls it: the generated forward computes what
+all submodules did. What people do with submodules, and would have no effect here or a wrong one, is refused in words.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
+import torch
 from torch import Tensor, nn
+
+from shardwright.runtime.errors import UsageError, format_error
 
 
 class Scope(nn.Module):
-    """One level of names. It adds nothing to ``nn.Module`` but indexing, so a name that worked there works here."""
+    """One level of names: an ``nn.Module`` with indexing, that holds the tensors it was made with and no others.
+
+    ``is_called``: whether calls go through ``nn.Module.__call__``, which runs hooks.
+    """
+
+    is_called: ClassVar[bool] = False
+
+    _path: str = ""  # its name in the parallel module
+    _is_loading: bool = False
+
+    # What has no effect on a module that nobody calls
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: what the submodule of the original did is a part of the generated forward."""
+        raise UsageError(
+            f"{self._title()} cannot be called",
+            why="the parallel module computes what its submodules did in one generated forward",
+            hint="call the parallel module; to run a submodule alone, parallelize it by itself",
+        )
+
+    def train(self, mode: bool = True) -> Any:
+        """Refused if it changes the mode: the whole parallel module is in one."""
+        if bool(mode) != self.training:
+            raise UsageError(
+                f"{self._title()} cannot be set to {'training' if mode else 'evaluation'} by itself",
+                why="the generated forward looks at the mode of the whole parallel module",
+                hint="set the mode of the submodule before parallelize, or that of the whole module",
+            )
+        return self
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused where nobody would call the hook."""
+        self._check_called("a forward pre-hook")
+        return super().register_forward_pre_hook(*args, **kwargs)
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused where nobody would call the hook."""
+        self._check_called("a forward hook")
+        return super().register_forward_hook(*args, **kwargs)
+
+    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused where nobody would call the hook."""
+        self._check_called("a backward pre-hook")
+        return super().register_full_backward_pre_hook(*args, **kwargs)
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused where nobody would call the hook."""
+        self._check_called("a backward hook")
+        return super().register_full_backward_hook(*args, **kwargs)
+
+    def register_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused where nobody would call the hook."""
+        self._check_called("a backward hook")
+        return super().register_backward_hook(*args, **kwargs)
+
+    def _check_called(self, what: str) -> None:
+        if not self.is_called:
+            raise UsageError(
+                f"{what} on {self._title()} would never run",
+                why="hooks run where a module is called, and generated code computes what this one did without a call",
+                hint="return the value from forward, so that it is an output; or hook the module that you call",
+            )
+
+    # What would change the tensors under the program
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refused: the program was made for the parameters there are."""
+        self._refuse_change(f"parameter {name!r}")
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Refused: the program was made for the buffers there are."""
+        self._refuse_change(f"buffer {name!r}")
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Refused: the program was made for the submodules there are."""
+        self._refuse_change(f"submodule {name!r}")
+
+    register_module = add_module
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse what would change the tensors; warn of a setting of a submodule that no program reads."""
+        if isinstance(value, nn.Parameter):
+            # `scope.weight += x` puts back what lies there.
+            if not self._is_loading and self._parameters.get(name) is not value:
+                self._refuse_change(f"parameter {name!r}")
+            self._parameters[name] = value
+            return
+        if isinstance(value, nn.Module):
+            self._refuse_change(f"submodule {name!r}")
+        elif name == "__class__":
+            self._refuse_change(f"class {value.__name__}")
+        elif self._path and not name.startswith("_") and name not in self._buffers:
+            self._warn_of_setting(name)
+        super().__setattr__(name, value)
+
+    def _warn_of_setting(self, name: str) -> None:
+        if name == "forward":
+            self._check_called("another forward")
+        else:
+            warnings.warn(
+                format_error(
+                    f"{self._path}.{name} has no effect on a parallel module",
+                    why="the program was made with the settings that the submodules of the original had",
+                    hint="change the original module, and call parallelize again",
+                ),
+                stacklevel=3,
+            )
+
+    def _refuse_change(self, what: str) -> NoReturn:
+        raise UsageError(
+            f"{self._title()} cannot be given a {what}",
+            why="a parallel module has the parameters and buffers that its program was made for, each rank its pieces",
+            hint="change the original module before parallelize; where another library does this to split, prune or wrap "
+            "the module, leave that out: build_optimizer sums gradients, ComputeConfig(use_zero=3) shards parameters",
+        )
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.__dict__["_is_loading"] = True  # with assign=True, torch puts other parameters in the place of those there are
+        try:
+            super()._load_from_state_dict(*args)
+        finally:
+            del self.__dict__["_is_loading"]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        for dtype, device in {(tensor.dtype, tensor.device) for tensor in (*self.parameters(), *self.buffers())}:
+            converted = fn(torch.empty(0, dtype=dtype, device=device)).dtype
+            if converted != dtype:
+                self._refuse_dtype(dtype, converted)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def _refuse_dtype(self, old: torch.dtype, new: torch.dtype) -> NoReturn:
+        names = [str(dtype).removeprefix("torch.") for dtype in (old, new)]
+        raise UsageError(
+            f"{self._title()} cannot be converted from {names[0]} to {names[1]}",
+            why="its program was made for these dtypes: casts, buckets of gradients and inputs depend on them",
+            hint=f"convert the original before parallelize, module.to(torch.{names[1]}), or compile with "
+            f"module_dtype=torch.{names[1]}",
+        )
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it is a parallel module, not a submodule of one."""
+        return not self._path
+
+    def _title(self) -> str:
+        return f"submodule {self._path!r} of a parallel module" if self._path else f"the parallel module {type(self).__name__}"
 
     def __getitem__(self, path: int | str) -> Any:
         """What lies at a path of names, ``scope[0]`` or ``scope["a-b.weight"]``: a scope, parameter or buffer.
@@ -77,6 +230,8 @@ def _add_child(scope: nn.Module, name: str) -> Scope:
     """
     is_free = not hasattr(scope, name)  # else the name means something there, and the child is read by indexing
     child = scope._modules[name] = Scope()
+    path = scope.__dict__.get("_path", "")
+    child.__dict__["_path"] = f"{path}.{name}" if path else name
     if is_free:
         scope.__dict__[name] = child
     return child

@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.layout import ZERO, Mesh
 from shardwright.runtime.manifest import Manifest
-from shardwright.runtime.module.call_checks import check_requires_grad
+from shardwright.runtime.module.call_checks import check_parameters
 from shardwright.runtime.module.declarations import Declaration
 from shardwright.runtime.module.end2end import (
     ScaleFunction,
@@ -103,6 +103,7 @@ class PipelineModule(ParallelModule):
     sizes: ClassVar[tuple[str, ...]] = ()
     owned: ClassVar[Mapping[str, Mapping[int, str]]] = {}
     end2end: ClassVar[bool] = True
+    is_called: ClassVar[bool] = False
 
     in_flight: InFlight
     _stage_ranks: tuple[RankMesh, ...]
@@ -235,7 +236,7 @@ class PipelineModule(ParallelModule):
         self._choose_body()
         loss_path = self._checked_loss_path()
         leaves = self._read(samples, "train_step")
-        check_requires_grad(self, self._parameters_declared)
+        check_parameters(self, self.own_parameters())
         reducer = reducer_of(self)
         reducer.clear()
         step = Step(leaves, dummies, loss_path, lambda loss: scaled(owner, loss, scale_fn), reducer)

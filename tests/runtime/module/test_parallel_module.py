@@ -308,11 +308,14 @@ def test_state_dict_of_the_original(files, whole_files):
 
 
 def test_conversion_keeps_ties_and_the_device(whole_files):
-    module = load_class(whole_files)().to(torch.float32)
-    assert module.norm.weight is module.head.weight
-    assert module.norm.weight.dtype == torch.float32
+    module = load_class(whole_files)().to(torch.float64)
     assert module.device == torch.device("cpu")
-    assert module.to("meta").device == torch.device("meta")
+    with pytest.raises(UsageError, match="the parallel module MLP cannot be converted from float64 to float32"):
+        module.float()
+    with pytest.raises(UsageError, match="the parallel module MLP cannot be converted from float64 to bfloat16"):
+        torch.nn.Sequential(module).to(torch.bfloat16)
+    assert module.norm.weight is module.head.weight
+    assert module.to("meta").device == torch.device("meta") and module.norm.weight.is_meta
 
 
 def test_a_deep_copy_has_tensors_of_its_own(files):

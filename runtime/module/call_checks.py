@@ -107,7 +107,7 @@ class StepsWithoutSums:
     """
 
     def __init__(self, module: CompiledModule) -> None:
-        summed = (d.name for d, _ in module.trained_parameters() if _is_summed(d, module.ranks))
+        summed = (d.name for d, _ in module.trained_parameters() if is_summed(d, module.ranks))
         self._name = next(summed, None)  # one parameter stands for all; None once there is nothing to notice
         self._version: int | None = None  # of that parameter, at the last call
 
@@ -136,7 +136,7 @@ class StepsWithoutSums:
             )
 
 
-def _is_summed(declaration: Declaration, ranks: RankMesh) -> bool:
+def is_summed(declaration: Declaration, ranks: RankMesh) -> bool:
     """Whether the gradient of a parameter is still to be summed over ranks when backward is done."""
     layout = declaration.layout
     return bool(layout.grad_partial) or (ranks.num_units > 1 and ZERO not in layout.cut_axes)

@@ -48,6 +48,7 @@ from shardwright.runtime.module.call_checks import (
     check_reduced,
     check_parameters,
     compare_inputs,
+    is_summed,
 )
 from shardwright.runtime.module.compiled import CompiledModule
 from shardwright.runtime.module.declarations import Declaration
@@ -61,7 +62,8 @@ from shardwright.runtime.ops.random import RngMode, RngState
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.groups import AxisGroup, RankMesh
 from shardwright.runtime.ranks.world import World, current_world
-from shardwright.runtime.training.clipping import UNSUMMED, watch_clipping
+from shardwright.runtime.training.clipping import PART, PartOfModel, watch_clipping
+from shardwright.runtime.training.foreign_steps import watch_steps
 from shardwright.runtime.training.gradnorm import counts_here
 
 
@@ -111,6 +113,7 @@ class ParallelModule(CompiledModule):
     def __init__(self, init_params: bool = True) -> None:
         super().__init__()
         watch_clipping()
+        watch_steps()
         watch_wrappers()
         world = current_world()
         self._make_groups(world)
@@ -227,7 +230,8 @@ class ParallelModule(CompiledModule):
                 where, parameter = self._places[declaration.name][0], self.weights(declaration.name)
                 self._parameters_declared.append(DeclaredParameter(where, parameter, declaration.requires_grad))
                 if self.ranks.world.size > 1:
-                    setattr(parameter, UNSUMMED, type(self).__name__)
+                    needs_sum = is_summed(declaration, self.ranks)
+                    setattr(parameter, PART, PartOfModel(type(self).__name__, declaration.name, needs_sum))
         self._are_replaced = False
         if self.reducer is not None and self.reducer.is_attached:
             check_reduced(self, self.reducer)

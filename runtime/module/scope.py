@@ -50,6 +50,14 @@ class Scope(nn.Module):
             )
         return self
 
+    def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What ``nn.Module.__call__`` runs in the place of ``forward`` while ``torch.jit`` traces. Refused."""
+        raise UsageError(
+            f"{self._title()} cannot be traced by torch.jit",
+            why="the trace would not have the checks, the random numbers and all of the communication of its program",
+            hint="trace the original module; torch.compile takes the parallel one",
+        )
+
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
         """Refused where nobody would call the hook."""
         self._check_called("a forward pre-hook")
@@ -107,11 +115,14 @@ class Scope(nn.Module):
                 self._refuse_change(f"parameter {name!r}")
             self._parameters[name] = value
             return
+        if name in self._buffers and isinstance(value, Tensor):
+            self._buffers[name] = value
+            return
         if isinstance(value, nn.Module):
             self._refuse_change(f"submodule {name!r}")
         elif name == "__class__":
             self._refuse_change(f"class {value.__name__}")
-        elif self._path and not name.startswith("_") and name not in self._buffers:
+        elif self._path and not name.startswith("_"):
             self._warn_of_setting(name)
         super().__setattr__(name, value)
 

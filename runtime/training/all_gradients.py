@@ -7,11 +7,10 @@ A tensor that somebody holds in hand, a parameter or what an optimizer of ours h
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -49,14 +48,20 @@ class AllGradients:
         self.world = world
         self.reducer = reducer
         self.is_staged = is_staged
-        self.number = next(_numbers)
         self._keeper: weakref.ref[GradientKeeper] | None = None
         self._names = {id(p): name for bucket in reducer.buckets for name, p in bucket.parameters}
         for bucket in reducer.buckets:
             for _, parameter in bucket.parameters:
                 setattr(parameter, _GRADIENTS, self)
-        with _lock:
-            _live.add(self)
+        _note_live(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: parameters lead here, and nothing of this belongs into a file."""
+        raise UsageError(
+            "parameters that an optimizer of build_optimizer updates cannot be pickled",
+            why="they know the optimizer, and the ranks that their gradients are summed over",
+            hint="save the state_dict() of the module, or parameter.detach()",
+        )
 
     def kept_by(self, keeper: GradientKeeper, tensors: Sequence[Named]) -> None:
         """From now on ``keeper`` has the gradients, and ``tensors`` stand for the parameters they are named by."""
@@ -142,13 +147,11 @@ def gradients_of(tensor: Tensor) -> AllGradients | None:
 
 def live_gradients() -> list[AllGradients]:
     """Those of all models that this rank trains, in the order in which they were made."""
-    with _lock:
-        found = list(_live)
-    if not found:
+    if not _live:
         return []
     world = current_world()
-    mine = [item for item in found if item.world is world and item.is_attached]
-    return sorted(mine, key=lambda item: item.number)
+    found = [item for reference in _live if (item := reference()) is not None]
+    return [item for item in found if item.world is world and item.is_attached]
 
 
 def memory_of(tensor: Tensor) -> tuple[int, int]:
@@ -157,6 +160,11 @@ def memory_of(tensor: Tensor) -> tuple[int, int]:
 
 
 _GRADIENTS = "_shardwright_gradients"
-_numbers = itertools.count()
-_live: weakref.WeakSet[AllGradients] = weakref.WeakSet()
+_live: tuple[weakref.ref[AllGradients], ...] = ()
 _lock = threading.Lock()  # ranks may be threads
+
+
+def _note_live(made: AllGradients) -> None:
+    global _live
+    with _lock:
+        _live = (*(reference for reference in _live if reference() is not None), weakref.ref(made))

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,8 +81,8 @@ def _by_parameters(tensors: list[Tensor]) -> list[tuple[AllGradients, str | None
     found: list[tuple[AllGradients, str | None] | None] = []
     for tensor in tensors:
         gradients = gradients_of(tensor)
-        if gradients is None and tensor.requires_grad and hasattr(tensor, UNSUMMED):
-            _refuse_unsummed(getattr(tensor, UNSUMMED))
+        if gradients is None and tensor.requires_grad and hasattr(tensor, PART):
+            _refuse_unsummed(getattr(tensor, PART).owner)
         found.append(None if gradients is None else (gradients, gradients.name_of(tensor)))
     return found
 
@@ -93,7 +94,7 @@ def _by_gradients(tensors: list[Tensor]) -> list[tuple[AllGradients, str | None]
     names = [(item, item.names_of_gradients()) for item in live]
     found: list[tuple[AllGradients, str | None] | None] = []
     for tensor in tensors:
-        if gradients_of(tensor) is not None or hasattr(tensor, UNSUMMED):
+        if gradients_of(tensor) is not None or hasattr(tensor, PART):
             _refuse_values()
         place = memory_of(tensor)
         owners = [(item, known[place]) for item, known in names if place in known]
@@ -111,9 +112,9 @@ def _clip_grad_norm_(
     foreach: bool | None = None,
 ) -> Tensor:
     given = _Given(parameters, _by_parameters)
-    if not given.parallel:
-        # An iterator has been read to its end.
-        return _call("clip_grad_norm_", parameters, given, max_norm, norm_type, error_if_nonfinite, foreach)
+    if not given.all and not given.parallel:
+        empty: Tensor = _ORIGINALS["clip_grad_norm_"](parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        return empty
     given.sync()
     own = [tensor.grad for tensor in given.ordinary if tensor.grad is not None]
     norm = _total(given, own, norm_type, error_if_nonfinite, foreach)
@@ -125,8 +126,6 @@ def _get_total_norm(
     tensors: Tensors, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
 ) -> Tensor:
     given = _Given(tensors, _by_gradients)
-    if not given.parallel:
-        return _call("_get_total_norm", tensors, given, norm_type, error_if_nonfinite, foreach)
     given.sync()
     return _total(given, given.ordinary, norm_type, error_if_nonfinite, foreach)
 
@@ -143,12 +142,6 @@ def _clip_grad_value_(parameters: Tensors, clip_value: float, foreach: bool | No
     given = _Given(parameters, _by_parameters)
     given.sync()
     _ORIGINALS["clip_grad_value_"]([*given.holders, *given.ordinary], clip_value, foreach)
-
-
-def _call(name: str, tensors: Tensors, given: _Given, *rest: Any) -> Tensor:
-    """The original function, given what the caller has passed, or its elements if that was an iterator."""
-    norm: Tensor = _ORIGINALS[name](tensors if given.all == [] or isinstance(tensors, Tensor) else given.all, *rest)
-    return norm
 
 
 def _total(given: _Given, own: list[Tensor], order: float, error_if_nonfinite: bool, foreach: bool | None) -> Tensor:
@@ -190,8 +183,21 @@ def _cell_of(name: str) -> Any:
     return function.__closure__[0]
 
 
-UNSUMMED = "_shardwright_unsummed"
-"""The mark of a parameter whose gradients the ranks must sum; its value is the class of the module."""
+@dataclass(frozen=True, slots=True)
+class PartOfModel:
+    """The mark of a parameter of a parallel module that runs on several ranks.
+
+    ``owner``: the class of the module. ``name``: of the parameter. ``needs_sum``: when backward is done, other ranks have
+    summands of its gradient.
+    """
+
+    owner: str
+    name: str
+    needs_sum: bool
+
+
+PART = "_shardwright_part"
+"""The attribute of a parameter that is a :class:`PartOfModel`."""
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "clip_grad_norm_": _clip_grad_norm_,

@@ -56,7 +56,43 @@ def test_original_names_and_order(files):
     on_ranks(2, check)
 
 
-def test_an_optimizer_that_nobody_told_about_the_other_ranks_is_warned_of(files):
+def test_an_optimizer_that_nobody_told_about_the_other_ranks_is_refused(files):
+    def train(rank):
+        module = load_class(files)()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        optimizer.step()  # without gradients it changes nothing
+        module(*make_batch(0)).backward()
+        before = module.norm.weight.detach().clone()
+        with pytest.raises(UsageError) as error:
+            optimizer.step()
+        assert torch.equal(module.norm.weight, before)
+        return message(error)
+
+    assert set(run_ranks(2, train)) == {
+        "SGD.step() would follow gradients of MLP that nobody has summed over the ranks\n"
+        "  why:   that of 'norm.weight' is the sum of what several ranks compute, and build_optimizer has not made this "
+        "optimizer\n"
+        "  try:   optimizer = shardwright.build_optimizer(model, torch.optim.SGD, lr=...)"
+    }
+
+
+def test_steps_along_gradients_that_nobody_has_summed_are_warned_of(files):
+    """By hand, without an optimizer that could be asked."""
+
+    class ByHand:
+        def __init__(self, module):
+            self.parameters = list(module.parameters())
+
+        def zero_grad(self):
+            for p in self.parameters:
+                p.grad = None
+
+        def step(self):
+            with torch.no_grad():
+                for p in self.parameters:
+                    if p.grad is not None:
+                        p -= 0.1 * p.grad
+
     def train(rank, make):
         module = load_class(files)()
         optimizer = make(module)
@@ -66,7 +102,7 @@ def test_an_optimizer_that_nobody_told_about_the_other_ranks_is_warned_of(files)
             optimizer.step()
 
     with pytest.warns(UserWarning) as caught:
-        run_ranks(2, train, lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
+        run_ranks(2, train, ByHand)
     assert [str(warning.message) for warning in caught] == [
         "parameters of MLP have changed since it was called, and nobody sums their gradients\n"
         "  why:   that of 'norm.weight' is the sum of what several ranks compute, and no optimizer was made by "

@@ -1,0 +1,49 @@
+"""Steps of optimizers that :func:`~shardwright.runtime.training.optimizer.build_optimizer` has not made.
+
+``torch.optim.AdamW(model.parameters())`` updates each rank's parameters along what this rank has of their gradients. Where
+other ranks have summands of them that is wrong, and the copies of a parameter drift apart. torch calls a hook before every
+step of every optimizer, and there such a step is refused. Gradients that are sums already, such as those that ``train_step``
+leaves behind, may be stepped along by anybody.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardwright.runtime.errors import UsageError
+from shardwright.runtime.training.bucket import is_reduced
+from shardwright.runtime.training.clipping import PART
+from shardwright.runtime.training.optimizer import ParallelOptimizer
+
+
+def watch_steps() -> None:
+    """Look at every step of every optimizer from now on. A second call does nothing."""
+    global _is_watching
+    with _lock:
+        if not _is_watching:
+            _is_watching = True
+            register_optimizer_step_pre_hook(_check_step)
+
+
+def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
+    if isinstance(optimizer, ParallelOptimizer):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            mark = getattr(parameter, PART, None)
+            if mark is None or not mark.needs_sum or parameter.grad is None or is_reduced(parameter.grad):
+                continue
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() would follow gradients of {mark.owner} that nobody has summed over the ranks",
+                why=f"that of {mark.name!r} is the sum of what several ranks compute, and build_optimizer has not made this "
+                "optimizer",
+                hint=f"optimizer = shardwright.build_optimizer(model, torch.optim.{type(optimizer).__name__}, lr=...)",
+            )
+
+
+_is_watching = False
+_lock = threading.Lock()

@@ -1,0 +1,158 @@
+"""What other libraries and parts of torch do with a module: right on a parallel module, or refused in words."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from mlp_files import make_batch, make_model, write_files
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from shardwright.runtime.errors import UsageError
+from shardwright.runtime.loader import load_class
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.training.optimizer import build_optimizer
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Around(nn.Module):
+    """An ordinary model with a parallel part."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.before = nn.Linear(6, 6).double()
+        self.part = part
+
+
+class DeepSpeedEngine(nn.Module):
+    """Named like that of a library that is not installed, and holds the module as that does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def trained(module):
+    """FullyShardedDataParallel flattens parameters of which all are trained, or none."""
+    for p in module.parameters():
+        p.requires_grad_(True)
+    return module
+
+
+WRAPPERS = {
+    "DistributedDataParallel": DistributedDataParallel,
+    "DataParallel": nn.DataParallel,
+    "FullyShardedDataParallel": lambda module: FullyShardedDataParallel(trained(module), device_id=torch.device("cpu")),
+    "DeepSpeedEngine": DeepSpeedEngine,
+}
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.filterwarnings("ignore")
+def test_wrappers_that_train_on_many_ranks_in_their_own_way(tmp_path, group, name, is_inside):
+    module = load_class(write_files(tmp_path, make_model(), 1, 1))()
+    with pytest.raises(UsageError) as error:
+        WRAPPERS[name](Around(module) if is_inside else module)
+    what, why, hint = str(error.value).split("\n")
+    assert what == f"{name} cannot wrap MLP: it is or contains a parallel module"
+    assert why == (
+        "  why:   every rank has pieces of its own there, and the wrapper would treat them as copies of one tensor"
+    )
+    assert "shardwright.build_optimizer(model, torch.optim.AdamW, ...)" in hint
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_fully_shard(tmp_path, group, is_inside):
+    module = load_class(write_files(tmp_path, make_model(), 1, 1))()
+    with pytest.raises(UsageError, match="cannot be given a parameter .*\n(.*\n)*.*leave that out: build_optimizer sums"):
+        fully_shard(Around(module) if is_inside else module, mesh=dist.init_device_mesh("cpu", (1,)))
+
+
+def test_others_are_wrapped_as_ever(group):
+    DistributedDataParallel(nn.Linear(2, 2))
+    nn.DataParallel(nn.Linear(2, 2))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_torch_jit(tmp_path):
+    module = load_class(write_files(tmp_path, make_model(), 1, 1))()
+    with pytest.raises(UsageError, match="the parallel module MLP cannot be traced by torch.jit\n"):
+        torch.jit.trace(module, make_batch(0))
+
+
+def test_parameters_are_not_pickled_with_their_optimizer(tmp_path):
+    module = load_class(write_files(tmp_path, make_model(), 1, 1))()
+    torch.save(list(module.parameters()), tmp_path / "free.pt")
+    build_optimizer(module, torch.optim.SGD, lr=0.1)
+    with pytest.raises(UsageError, match="parameters that an optimizer of build_optimizer updates cannot be pickled\n"):
+        torch.save(list(module.parameters()), tmp_path / "held.pt")
+
+
+def test_other_parameters_in_the_place_of_the_modules_own(tmp_path):
+    module = load_class(write_files(tmp_path, make_model(), 1, 1))()
+    own = module.layers[0].bias
+    module.layers[0]._parameters["bias"] = nn.Parameter(own.detach().clone())
+    with pytest.raises(UsageError) as error:
+        module(*make_batch(0))
+    assert str(error.value).startswith(
+        "parameter 'layers.0.bias' of MLP is not the one that the module was made with\n"
+        "  why:   a Parameter lies in its place; gradients are summed for the parameter that was there\n"
+    )
+    with torch.no_grad():
+        module(*make_batch(0))  # other weights may be evaluated
+    del module.layers[0]._parameters["bias"]
+    with pytest.raises(UsageError, match="why:   somebody has taken it out; the program reads it\n"):
+        module(*make_batch(0))
+
+
+def test_parameters_that_are_assigned_by_loading(tmp_path):
+    module = load_class(write_files(tmp_path, make_model(), 1, 1))()
+    state = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in module.state_dict().items()}
+    module.load_state_dict(state, assign=True)
+    assert module.layers[0].bias.data_ptr() == state["layers.0.bias"].data_ptr()
+    module(*make_batch(0))
+    build_optimizer(module, torch.optim.SGD, lr=0.1)
+    module.load_state_dict(state, assign=True)
+    with pytest.raises(UsageError, match="'norm.weight' of MLP was replaced after its optimizer was built\n"):
+        module(*make_batch(0))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_averages_of_weights(tmp_path, stage):
+    """Each rank averages its pieces."""
+    directory = write_files(tmp_path, make_model(), 1, 2)
+
+    def average(model, optimizer, batches):
+        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        for seeds in batches:
+            optimizer.zero_grad()
+            sum(model(*make_batch(seed)) for seed in seeds).backward()
+            optimizer.step()
+            averaged.update_parameters(model)
+        return averaged
+
+    def train(rank):
+        module = load_class(directory)()
+        config = {"plan_ngpus": 2, "runtime_ngpus": 4, "use_zero": stage}
+        optimizer = build_optimizer(module, torch.optim.SGD, config, lr=0.01)
+        averaged = average(module, optimizer, [[2 * step + module.ranks.unit] for step in range(3)])
+        with torch.no_grad():
+            return averaged(*make_batch(9))
+
+    model = make_model()
+    averaged = average(model, torch.optim.SGD(model.parameters(), lr=0.01), [[2 * step, 2 * step + 1] for step in range(3)])
+    with torch.no_grad():
+        expected = averaged(*make_batch(9))
+    for found in run_ranks(4, train):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)

@@ -43,8 +43,8 @@ def batch_classes(graph: IRGraph) -> set[int]:
 def _joined_batches(graph: IRGraph, batch: set[int]) -> set[int]:
     """The classes of dims that are nothing but batches laid end to end.
 
-    Example: ``torch.cat((images, prompts), dim=0)`` of 4 and 4 rows has a dim of ``4+4`` rows, a class of its own. Cut segment by
-    segment, a rank has its rows of both, so nothing is gathered for the concatenation.
+    Example: ``torch.cat((images, prompts), dim=0)`` of 4 and 4 rows has a dim of ``4+4`` rows, a class of its own. Cut
+    segment by segment, a rank has its rows of both, so nothing is gathered for the concatenation.
     """
     assert graph.dims is not None
     joined: set[int] = set()

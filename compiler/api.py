@@ -14,7 +14,7 @@ from torch import nn
 from shardwright.compiler.broadcast import share_files
 from shardwright.compiler.cache import generated_directory
 from shardwright.compiler.generate import Order, generate
-from shardwright.compiler.job import Exchange, Job, StoreExchange, WorldExchange
+from shardwright.compiler.job import Job
 from shardwright.compiler.module_source import ModuleSource
 from shardwright.policies.policy import PolicyFunction
 from shardwright.policies.registry import find_policy
@@ -23,8 +23,9 @@ from shardwright.runtime.errors import ConfigError, DistributedError, LoadError,
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.manifest import MANIFEST_FILE, read_file, sha256
 from shardwright.runtime.module.parallel_module import ParallelModule
+from shardwright.runtime.ranks.exchange import Exchange, StoreExchange, WorldExchange
 from shardwright.runtime.ranks.threads import ThreadWorld
-from shardwright.runtime.ranks.world import World, current_world
+from shardwright.runtime.ranks.world import World, current_world, world_of_thread
 
 Choice = TypeVar("Choice", bound=Enum)
 
@@ -68,10 +69,9 @@ def parallelize(
     that do not match, :class:`TraceError` for a model that cannot be traced, :class:`PlanError` for the policy,
     :class:`LoadError` for files that cannot be loaded.
     """
-    world = current_world()
-    job = Job(f"compiling {_title(module_or_module_class)}", _exchange(world))
+    title = f"compiling {_title(module_or_module_class)}"
 
-    def read_arguments() -> tuple[Order, BroadcastGenFilesStrategy]:
+    def read_arguments(world: World) -> tuple[Order, BroadcastGenFilesStrategy]:
         if isinstance(module_or_module_class, ParallelModule):
             raise ConfigError(
                 f"{_title(module_or_module_class)} is a parallel module already",
@@ -96,34 +96,36 @@ def parallelize(
         )
         return order, strategy
 
-    order, strategy = job.every_rank_does(read_arguments)
-    job.agree(
-        model=f"{order.source.cls.__module__}.{order.source.cls.__qualname__}",
-        instance_name=order.directory.name,
-        policy=order.policy.name,
-        load_module=load_module,
-        **{f"ComputeConfig.{name}": value for name, value in order.config.to_json().items()},
-    )
-    made = job.first_rank_does(lambda: _fingerprint(generate(order).directory))
-    share_files(job, order.directory, strategy)
-    if not load_module:
-        return None
-    loaded = job.every_rank_does(lambda: _load(order.directory, made))
-    if order.source.module is None:
-        return loaded
-    parallel = job.every_rank_does(lambda: loaded(init_params=init_module_params))
-    return parallel.train(order.source.module.training)
+    with Job(title, _exchange(title)) as job:
+        order, strategy = job.every_rank_does(lambda: read_arguments(current_world()))
+        job.agree(
+            model=f"{order.source.cls.__module__}.{order.source.cls.__qualname__}",
+            instance_name=order.directory.name,
+            policy=order.policy.name,
+            load_module=load_module,
+            **{f"ComputeConfig.{name}": value for name, value in order.config.to_json().items()},
+        )
+        made = job.first_rank_does(lambda: _fingerprint(generate(order).directory))
+        share_files(job, order.directory, strategy)
+        if not load_module:
+            return None
+        loaded = job.every_rank_does(lambda: _load(order.directory, made))
+        if order.source.module is None:
+            return loaded
+        parallel = job.every_rank_does(lambda: loaded(init_params=init_module_params))
+        return parallel.train(order.source.module.training)
 
 
 def _title(module_or_class: Any) -> str:
     return getattr(module_or_class, "__name__", type(module_or_class).__name__)
 
 
-def _exchange(world: World) -> Exchange | None:
-    """How the ranks of the caller talk to each other; ``None`` for a single process."""
-    if isinstance(world, ThreadWorld):
+def _exchange(what: str) -> Exchange | None:
+    """How the ranks of the caller talk to each other about ``what``; ``None`` for a single process."""
+    world = world_of_thread()
+    if world is not None:
         return WorldExchange(world)
-    return StoreExchange.of_process_group() if dist.is_available() and dist.is_initialized() else None
+    return StoreExchange.of_process_group(what) if dist.is_available() and dist.is_initialized() else None
 
 
 def _check_world(world: World, config: ComputeConfig, load_module: bool, strategy: BroadcastGenFilesStrategy) -> None:

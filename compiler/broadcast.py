@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ from shardwright.compiler.cache import Stored, keep_file, replacing
 from shardwright.compiler.job import Job
 from shardwright.compiler.locks import directory_lock
 from shardwright.runtime.config import BroadcastGenFilesStrategy
-from shardwright.runtime.errors import DistributedError
+from shardwright.runtime.errors import DistributedError, ShardwrightError
 from shardwright.runtime.manifest import MANIFEST_FILE, Manifest
 from shardwright.runtime.module.weights import WEIGHTS_FILE
+from shardwright.runtime.ranks.failures import collective_failed, concerning
+from shardwright.runtime.waiting import timeout
 
 CHUNK_BYTES = 64 * 2**20
 
@@ -75,11 +78,12 @@ def share_files(job: Job, directory: Path, strategy: BroadcastGenFilesStrategy) 
     receivers = [rank for rank, needed in enumerate(needs) if needed]
     if not receivers:
         return
-    group = dist.new_group([0, *receivers])
+    with _in_words(job, receivers):
+        group = dist.new_group([0, *receivers], timeout=timeout(), group_desc="shardwright files")
     if job.rank == 0:
-        job.every_rank_does(lambda: _send(parcel, directory, group))
+        job.every_rank_does(lambda: _send(parcel, directory, _Link(group, job, receivers)))
     elif job.rank in receivers:
-        job.every_rank_does(lambda: _receive(parcel, directory, group))
+        job.every_rank_does(lambda: _receive(parcel, directory, _Link(group, job, receivers)))
     else:
         job.every_rank_does(lambda: None)
     if group is not dist.GroupMember.NON_GROUP_MEMBER:
@@ -91,14 +95,46 @@ def _node() -> str:
     return f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
 
 
-def _send(parcel: Parcel, directory: Path, group: Any) -> None:
+@contextmanager
+def _in_words(job: Job, receivers: Sequence[int]) -> Iterator[None]:
+    """Say who misses whom where a collective of rank 0 and the receivers fails."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, ShardwrightError):
+            raise
+        others = {0, *receivers} - {job.rank}
+        with concerning("sending the generated files to the other nodes"):
+            raise collective_failed("broadcast", "nodes", job.rank, others, None, error, "") from error
+
+
+@dataclass(frozen=True)
+class _Link:
+    """How rank 0 and the receivers are connected."""
+
+    group: Any
+    job: Job
+    receivers: Sequence[int]
+
+    def broadcast(self, data: torch.Tensor) -> torch.Tensor:
+        """``data`` of rank 0, in CPU memory, on every member of the group."""
+        backends = dist.get_backend_config(self.group)
+        on_cuda = "nccl" in backends and "gloo" not in backends
+        device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+        moved = data.to(device)
+        with _in_words(self.job, self.receivers):
+            dist.broadcast(moved, src=0, group=self.group)
+        return moved.cpu()
+
+
+def _send(parcel: Parcel, directory: Path, link: _Link) -> None:
     for name, size in parcel.sizes.items():
         with (directory / name).open("rb") as file:
             for num_bytes in _chunk_sizes(size):
-                _broadcast(torch.frombuffer(bytearray(file.read(num_bytes)), dtype=torch.uint8), group)
+                link.broadcast(torch.frombuffer(bytearray(file.read(num_bytes)), dtype=torch.uint8))
 
 
-def _receive(parcel: Parcel, directory: Path, group: Any) -> None:
+def _receive(parcel: Parcel, directory: Path, link: _Link) -> None:
     """Write what comes in beside the directory, check it and swap it in.
 
     An error while writing is raised when all has come in, so that the sender and the other receivers are not left waiting.
@@ -110,7 +146,7 @@ def _receive(parcel: Parcel, directory: Path, group: Any) -> None:
             for name, size in parcel.sizes.items():
                 sink = _Sink(fresh / name)
                 for num_bytes in _chunk_sizes(size):
-                    sink.write(_broadcast(torch.empty(num_bytes, dtype=torch.uint8), group))
+                    sink.write(link.broadcast(torch.empty(num_bytes, dtype=torch.uint8)))
                 failure = failure or sink.close()
             if failure is not None:
                 raise failure
@@ -166,12 +202,3 @@ def _file_digest(path: Path) -> str:
 
 def _chunk_sizes(size: int) -> Iterator[int]:
     yield from (min(CHUNK_BYTES, size - start) for start in range(0, size, CHUNK_BYTES))
-
-
-def _broadcast(data: torch.Tensor, group: Any) -> torch.Tensor:
-    """``data`` of rank 0, in CPU memory, on every member of the group."""
-    on_cuda = "nccl" in dist.get_backend_config(group) and "gloo" not in dist.get_backend_config(group)
-    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-    moved = data.to(device)
-    dist.broadcast(moved, src=0, group=group)
-    return moved.cpu()

@@ -1,121 +1,19 @@
 """The ranks of a job act as one: the first rank does the work, the others wait, and an error reaches all of them.
 
-Ranks exchange short texts through the key-value store behind ``torch.distributed``, not by collectives: a compile may take
-longer than a collective's timeout, and a store does not care which device a rank uses.
+They talk through an exchange (``runtime/ranks/exchange.py``): a compile may take longer than a collective's timeout, and which
+device a rank uses does not matter.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
-import time
-import traceback
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
-import torch
-import torch.distributed as dist
-
-from shardwright.runtime import errors
-from shardwright.runtime.errors import DistributedError, ShardwrightError
+from shardwright.runtime.errors import DistributedError
+from shardwright.runtime.ranks.exchange import Exchange, describe, rebuilt
 
 Result = TypeVar("Result")
-
-_job_numbers = itertools.count()
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.5
-"""Between two questions to the store, doubling from the first to the longest."""
-_CONFIRM_S = 30.0
-"""How long rank 0 waits for ranks to read of an error; one that died never will."""
-
-
-class Exchange(Protocol):
-    """How ranks tell each other JSON values."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def broadcast_object(self, value: Any) -> Any:
-        """What rank 0 passed, on every rank."""
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """What every rank passed, by rank."""
-
-    def confirm(self) -> None:
-        """Called on all ranks: rank 0 goes on when the others have called it, so have read what it sent."""
-
-
-class WorldExchange:
-    """Through the collectives of a world whose ranks are threads of this process."""
-
-    def __init__(self, world: Any) -> None:
-        self.rank: int = world.rank
-        self.size: int = world.size
-        self.broadcast_object = world.broadcast_object
-        self.all_gather_object = world.all_gather_object
-
-    def confirm(self) -> None:
-        """Nothing to wait for: what rank 0 sent stays when it ends."""
-
-
-class StoreExchange:
-    """Through a key-value store that all ranks see."""
-
-    def __init__(self, store: torch.distributed.distributed_c10d.Store, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
-        self._store = store
-        self._num_calls = 0
-
-    @classmethod
-    def of_process_group(cls) -> StoreExchange:
-        """Through the store of the default process group. Every rank makes one per job, in the same order."""
-        # The store of the running process group has no public accessor.
-        store = dist.distributed_c10d._get_default_store()
-        prefix = f"shardwright/job{next(_job_numbers)}"
-        return cls(dist.distributed_c10d.PrefixStore(prefix, store), dist.get_rank(), dist.get_world_size())
-
-    def broadcast_object(self, value: Any) -> Any:
-        key = self._next_key()
-        if self.rank == 0:
-            self._store.set(key, json.dumps(value))
-        return self._read(key)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        key = self._next_key()
-        if self.rank:
-            self._store.set(f"{key}/{self.rank}", json.dumps(value))
-            values = None
-        else:  # one rank reads all, so that n ranks make n requests and not n * n
-            values = [value, *(self._read(f"{key}/{rank}") for rank in range(1, self.size))]
-        gathered: list[Any] = self.broadcast_object(values)
-        return gathered
-
-    def confirm(self) -> None:
-        """The store may live in the process of rank 0, which is about to raise and perhaps to end."""
-        key = self._next_key()
-        if self.rank:
-            self._store.set(f"{key}/{self.rank}", "")
-            return
-        deadline = time.monotonic() + _CONFIRM_S
-        while time.monotonic() < deadline:
-            if self._store.check([f"{key}/{rank}" for rank in range(1, self.size)]):
-                return
-            time.sleep(_FIRST_PAUSE_S)
-
-    def _next_key(self) -> str:
-        self._num_calls += 1
-        return str(self._num_calls)
-
-    def _read(self, key: str) -> Any:
-        # Asking again and again: the store's own wait has a timeout, which torch logs, and does not see Ctrl-C.
-        pause_s = _FIRST_PAUSE_S
-        while not self._store.check([key]):
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        return json.loads(self._store.get(key))
 
 
 class Job:
@@ -124,6 +22,19 @@ class Job:
     def __init__(self, title: str, exchange: Exchange | None = None) -> None:
         self.title = title
         self._exchange = exchange
+        self._working = exchange.working() if exchange else None
+
+    def __enter__(self) -> Self:
+        """Give signs of life inside the ``with`` block, and tell the others of an error that leaves it."""
+        if self._working is not None:
+            self._working.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._exchange is not None and error is not None:
+            self._exchange.leave(error)
+        if self._working is not None:
+            self._working.__exit__(kind, error, at)
 
     @property
     def rank(self) -> int:
@@ -161,7 +72,7 @@ class Job:
             try:
                 result = work()
             except BaseException as error:
-                self._exchange.broadcast_object({"error": _describe(error)})
+                self._exchange.broadcast_object({"error": describe(error)})
                 self._exchange.confirm()
                 raise
             self._exchange.broadcast_object({"result": result})
@@ -169,7 +80,7 @@ class Job:
         told = self._exchange.broadcast_object(None)
         if "error" in told:
             self._exchange.confirm()
-            raise self._rebuild(told["error"], 0)
+            raise rebuilt(told["error"], self.title, 0, self.size)
         told_result: Result = told["result"]
         return told_result
 
@@ -183,30 +94,13 @@ class Job:
             if self._exchange is None:
                 raise
             failure = error
-        told = self.gather(_describe(failure) if failure else None)
+        told = self.gather(describe(failure) if failure else None)
         if any(told) and self._exchange is not None:
             self._exchange.confirm()
         if failure is not None:
             raise failure
         for rank, description in enumerate(told):
             if description:
-                raise self._rebuild(description, rank)
+                raise rebuilt(description, self.title, rank, self.size)
         done: Result = result
         return done
-
-    def _rebuild(self, description: dict[str, Any], rank: int) -> ShardwrightError:
-        """The error of another rank: the same class and text if it was one of ours, else its whole traceback."""
-        kind = getattr(errors, description["type"], None)
-        if isinstance(kind, type) and issubclass(kind, ShardwrightError) and description["parts"]:
-            error = kind(**description["parts"])
-        else:
-            error = DistributedError(f"{self.title} failed on rank {rank}", why=description["text"])
-        error.add_note(f"raised on rank {rank} of {self.size}")
-        return error
-
-
-def _describe(error: BaseException) -> dict[str, Any]:
-    parts = None
-    if isinstance(error, ShardwrightError):
-        parts = {name: getattr(error, name) for name in ("what", "where", "why", "hint")}
-    return {"type": type(error).__name__, "parts": parts, "text": "".join(traceback.format_exception(error)).rstrip("\n")}

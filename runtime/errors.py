@@ -60,6 +60,10 @@ class DistributedError(ShardwrightError, RuntimeError):
     """The process group, the ranks or a collective are not as the plan needs them."""
 
 
+class CollectiveError(DistributedError):
+    """A collective, or a message between ranks, that failed or took too long: some rank is gone, stuck or too slow."""
+
+
 class InternalError(ShardwrightError, AssertionError):
     """A broken internal invariant: a defect of shardwright itself."""
 

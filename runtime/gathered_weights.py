@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -36,6 +37,7 @@ from shardwright.runtime.errors import UsageError
 from shardwright.runtime.layout import Cut
 from shardwright.runtime.pieces import whole_cut
 from shardwright.runtime.ranks.counters import Phase
+from shardwright.runtime.ranks.failures import concerning, name_of
 from shardwright.runtime.ranks.groups import AxisGroup
 
 
@@ -73,7 +75,8 @@ class _Use:
         """Begin to gather again."""
         if self._started is None and self._whole is None:
             self._check_version()
-            self._started = self.steps[0].start(self.piece, "backward")
+            with concerning(partial(_gathering, self.piece, "backward")):
+                self._started = self.steps[0].start(self.piece, "backward")
 
     def again(self) -> Tensor:
         """The whole weight, for one of the packed tensors. It is held until the last one of them has had it."""
@@ -82,9 +85,10 @@ class _Use:
         if self._whole is None:
             assert self._started is not None
             started, self._started = self._started, None
-            self._whole = started.wait()
-            for step in self.steps[1:]:
-                self._whole = step.start(self._whole, "backward").wait()
+            with concerning(partial(_gathering, self.piece, "backward")):
+                self._whole = started.wait()
+                for step in self.steps[1:]:
+                    self._whole = step.start(self._whole, "backward").wait()
         whole = self._whole
         self.num_saved -= 1
         if self.num_saved <= 0:
@@ -200,8 +204,10 @@ class WeightGathering:
 
     def _move(self, x: Tensor, step: _Step) -> Tensor:
         """The whole of a stored piece, which may be on its way already; the next one is sent for."""
-        if not self._is_forward:
-            return _move_now(x, step)
+        with concerning(partial(_gathering, x, "forward")):
+            return self._moved_ahead(x, step) if self._is_forward else _move_now(x, step)
+
+    def _moved_ahead(self, x: Tensor, step: _Step) -> Tensor:
         position = len(self._seen)
         self._seen.append((x, step))
         ahead, self._ahead = self._ahead, None
@@ -249,6 +255,12 @@ class WeightGathering:
 
 def _is_freed(storage: StorageWeakRef) -> bool:
     return bool(storage.expired())  # type: ignore[no-untyped-call]
+
+
+def _gathering(piece: Tensor, phase: Phase) -> str:
+    """What a gather is for, in messages; in forward it may be for the weight after this one."""
+    name = name_of(piece)
+    return f"gathering the weight {name!r} for {phase}" if name else f"gathering a weight for {phase}"
 
 
 def _move_now(x: Tensor, step: _Step) -> Tensor:

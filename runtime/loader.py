@@ -11,6 +11,7 @@ from types import ModuleType
 from shardwright.runtime.errors import LoadError
 from shardwright.runtime.manifest import Manifest, code_file, read_file, sha256
 from shardwright.runtime.module.parallel_module import ParallelModule
+from shardwright.runtime.ranks.failures import GENERATED
 from shardwright.runtime.ranks.world import current_world
 
 _serial = itertools.count()
@@ -74,7 +75,7 @@ def _checked_source(directory: Path, name: str, manifest: Manifest) -> bytes:
 
 def _execute(path: Path, source: bytes) -> ModuleType:
     """Run checked bytes as a module of its own, registered under a unique name so that classes and tracebacks find it."""
-    module = ModuleType(f"shardwright_generated_{next(_serial)}_{path.stem}")
+    module = ModuleType(f"{GENERATED}{next(_serial)}_{path.stem}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
     text = source.decode()

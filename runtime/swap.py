@@ -51,6 +51,8 @@ def writing(what: str, path: Path, hint: str) -> Iterator[None]:
     """Say in words why ``path`` cannot be written: the errors of the operating system become :class:`FileError`."""
     try:
         yield
+    except FileError:  # in words already
+        raise
     except OSError as error:
         reason = error.strerror or str(error)
         why = reason if error.filename is None else f"{reason}: {error.filename}"

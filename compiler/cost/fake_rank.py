@@ -181,6 +181,9 @@ class _Silence:
 
     def barrier(self) -> None: ...
 
+    def peers(self) -> str:
+        return ""
+
 
 class _Done:
     def wait(self) -> None:

@@ -13,15 +13,22 @@ from shardwright.runtime.ranks.world import World
 def together(world: World) -> Iterator[None]:
     """Run a block that does not communicate; then all ranks go on, or all raise. Collective at the end of the block.
 
+    The block may take as long as it needs: ranks wait for those that live.
+
     Raises the rank's own error where it has one, and elsewhere :class:`CheckpointError` with the text of the first one.
     """
     failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    mine = None if failure is None else [str(failure) if isinstance(failure, ShardwrightError) else repr(failure)]
-    texts = world.all_gather_object(mine)
+    exchange = world.exchange()
+    with exchange.working():
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        except BaseException as error:
+            exchange.leave(error)
+            raise
+        mine = None if failure is None else [str(failure) if isinstance(failure, ShardwrightError) else repr(failure)]
+        texts = exchange.all_gather_object(mine)
     if failure is not None:
         raise failure
     for rank, text in enumerate(texts):

@@ -60,6 +60,7 @@ from shardwright.runtime.module.weights import WeightFiles
 from shardwright.runtime.module.wrappers import watch_wrappers
 from shardwright.runtime.ops.random import RngMode, RngState
 from shardwright.runtime.ranks.communicator import Communicator
+from shardwright.runtime.ranks.failures import names_parameters
 from shardwright.runtime.ranks.groups import AxisGroup, RankMesh
 from shardwright.runtime.ranks.world import World, current_world
 from shardwright.runtime.training.clipping import PART, PartOfModel, watch_clipping
@@ -127,6 +128,7 @@ class ParallelModule(CompiledModule):
         self._gathering = WeightGathering()
         self.declare()
         self._make_tensors(init_params)
+        names_parameters(self)
 
     def _make_groups(self, world: World) -> None:
         self.ranks = RankMesh(self.mesh, world)

@@ -12,13 +12,15 @@ the group, uneven and empty ones included.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Literal, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from shardwright.runtime.errors import ShardwrightError
 from shardwright.runtime.ranks.counters import CommunicationCounters, Phase
+from shardwright.runtime.ranks.failures import collective_failed
 
 ReduceOp = Literal["sum", "avg", "max", "min"]
 """How an all-reduce combines. ``"avg"`` is for floating dtypes."""
@@ -71,6 +73,9 @@ class Transport(Protocol):
 
     def barrier(self) -> None: ...
 
+    def peers(self) -> str:
+        """How the other members are, for messages; empty where nothing is known."""
+
 
 class Communicator:
     """One group of ranks, seen from one member.
@@ -102,15 +107,19 @@ class Communicator:
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum", *, phase: Phase = "forward") -> Tensor:
         """The elementwise sum (average, maximum, minimum) over the group, as a new contiguous tensor in the dtype of ``x``."""
         result = x.detach().clone(memory_format=torch.contiguous_format)
-        self.all_reduce_(result, op, phase=phase)
+        self._all_reduce_(result, x, op, phase)
         return result
 
     def all_reduce_(self, x: Tensor, op: ReduceOp = "sum", *, phase: Phase = "forward") -> None:
         """:meth:`all_reduce` in place; ``x`` must be contiguous."""
+        self._all_reduce_(x, x, op, phase)
+
+    def _all_reduce_(self, x: Tensor, given: Tensor, op: ReduceOp, phase: Phase) -> None:
+        """``given``: what ``x`` was made of."""
         if self.transport is not None:
             self._count_all_reduce(x, op, phase)
             # Threads and gloo know no average; sum and divide is what NCCL does too.
-            self.transport.all_reduce_(x, "sum" if op == "avg" else op)
+            self._call("all_reduce", given, self.transport.all_reduce_, x, "sum" if op == "avg" else op)
             if op == "avg":
                 x.div_(self.size)
 
@@ -119,7 +128,7 @@ class Communicator:
         if self.transport is None:
             return _Done()
         self._count_all_reduce(x, op, phase)
-        work = self.transport.start_all_reduce_(x, "sum" if op == "avg" else op)
+        work = self._start("all_reduce", x, self.transport.start_all_reduce_, x, "sum" if op == "avg" else op)
         return _Averaging(work, x, self.size) if op == "avg" else work
 
     def all_gather(
@@ -128,7 +137,7 @@ class Communicator:
         """Everyone's piece, by index. ``sizes``: their lengths along ``dim`` (default: all as long as ``x``)."""
         pending, flat = self._pending_pieces(x, dim, sizes, phase)
         if self.transport is not None:
-            self.transport.all_gather(flat, pending.rows)
+            self._call("all_gather", x, self.transport.all_gather, flat, pending.rows)
         return pending.wait()
 
     def all_gather_async(
@@ -137,7 +146,7 @@ class Communicator:
         """Begin an :meth:`all_gather`; ``x`` must not be changed until ``wait()`` of the result returns."""
         pending, flat = self._pending_pieces(x, dim, sizes, phase)
         if self.transport is not None:
-            pending.work = self.transport.start_all_gather(flat, pending.rows)
+            pending.work = self._start("all_gather", x, self.transport.start_all_gather, flat, pending.rows)
         return pending
 
     def _pending_pieces(self, x: Tensor, dim: int, sizes: Sequence[int] | None, phase: Phase) -> tuple[PendingPieces, Tensor]:
@@ -163,7 +172,8 @@ class Communicator:
             return torch.cat(self.all_gather(x, dim, sizes, phase=phase), dim)
         self._count(phase, "all_gather", x, x.numel() * self.size, x.numel() * (self.size - 1))
         whole = x.new_empty(_with_length(x, dim, x.shape[dim] * self.size))
-        self.transport.all_gather(x.detach().reshape(-1).contiguous(), whole.view(self.size, x.numel()))
+        flat, rows = x.detach().reshape(-1).contiguous(), whole.view(self.size, x.numel())
+        self._call("all_gather", x, self.transport.all_gather, flat, rows)
         return whole
 
     def reduce_scatter(
@@ -177,7 +187,8 @@ class Communicator:
         if self.transport is not None and end_to_end:
             self._count(phase, "reduce_scatter", x, x.numel(), x.numel() // self.size * (self.size - 1))
             result = x.new_empty(_with_length(x, dim, sizes[0]))
-            self.transport.reduce_scatter(x.detach().view(self.size, result.numel()), result.view(-1))
+            rows = x.detach().view(self.size, result.numel())
+            self._call("reduce_scatter", x, self.transport.reduce_scatter, rows, result.view(-1))
             return result
         return self.reduce_scatter_pieces(torch.split(x, list(sizes), dim), phase=phase)
 
@@ -193,7 +204,7 @@ class Communicator:
         for row, piece in zip(rows, pieces, strict=True):
             row[: piece.numel()].view(piece.shape).copy_(piece.detach())
         result = mine.new_empty(longest)
-        self.transport.reduce_scatter(rows, result)
+        self._call("reduce_scatter", mine, self.transport.reduce_scatter, rows, result)
         return result[: mine.numel()].view(mine.shape)
 
     def reduce_scatter_async_(self, x: Tensor, sizes: Sequence[int], *, phase: Phase = "gradients") -> Work:
@@ -205,7 +216,7 @@ class Communicator:
         if self.transport is None:
             return _Done()
         self._count(phase, "reduce_scatter", x, x.numel(), sizes[self.index] * (self.size - 1))
-        return self.transport.start_reduce_scatter_(x, list(sizes))
+        return self._start("reduce_scatter", x, self.transport.start_reduce_scatter_, x, list(sizes))
 
     def all_gather_async_(self, x: Tensor, sizes: Sequence[int], *, phase: Phase = "gradients") -> Work:
         """Begin to fill 1-D contiguous ``x [sum(sizes)]``: chunk ``i`` is that of member ``i``, the caller's is there already.
@@ -216,7 +227,7 @@ class Communicator:
         if self.transport is None:
             return _Done()
         self._count(phase, "all_gather", x, x.numel(), x.numel() - sizes[self.index])
-        return self.transport.start_all_gather_(x, list(sizes))
+        return self._start("all_gather", x, self.transport.start_all_gather_, x, list(sizes))
 
     def all_to_all(self, pieces: Sequence[Tensor], shapes: Sequence[Shape], *, phase: Phase = "forward") -> list[Tensor]:
         """Send ``pieces[i]`` to member ``i``; item ``i`` of the result came from it and has ``shapes[i]``."""
@@ -227,7 +238,7 @@ class Communicator:
         sent, result = pieces[0].new_empty(sum(send_sizes)), pieces[0].new_empty(sum(receive_sizes))
         for chunk, piece in zip(sent.split_with_sizes(send_sizes), pieces, strict=True):
             chunk.view(piece.shape).copy_(piece.detach())
-        self.transport.all_to_all(sent, send_sizes, result, receive_sizes)
+        self._call("all_to_all", pieces[0], self.transport.all_to_all, sent, send_sizes, result, receive_sizes)
         if len(set(map(tuple, shapes))) == 1:
             return _rows_as(result.view(self.size, receive_sizes[0]), shapes[0])
         return [chunk.view(tuple(shape)) for chunk, shape in zip(result.split_with_sizes(receive_sizes), shapes, strict=True)]
@@ -243,13 +254,13 @@ class Communicator:
         if self.transport is not None:
             assert x.is_contiguous(), "a collective in place needs a contiguous tensor"
             self._count(phase, "broadcast", x, x.numel(), 0 if src_index == self.index else x.numel())
-            self.transport.broadcast_(x, src_index)
+            self._call("broadcast", x, self.transport.broadcast_, x, src_index)
 
     def send(self, x: Tensor, dst_index: int, *, phase: Phase = "forward") -> None:
         """Send ``x`` to another member, which must :meth:`receive` it. May return before it does."""
         assert self.transport is not None and dst_index != self.index, "nobody sends to itself"
         self._count(phase, "send", x, x.numel(), 0)
-        self.transport.send(x.detach().contiguous(), dst_index)
+        self._call("send", x, self.transport.send, x.detach().contiguous(), dst_index)
 
     def receive(
         self, shape: Shape, dtype: torch.dtype, src_index: int, *, device: torch.device | str = "cpu", phase: Phase = "forward"
@@ -258,16 +269,40 @@ class Communicator:
         assert self.transport is not None and src_index != self.index, "nobody receives from itself"
         result = torch.empty(tuple(shape), dtype=dtype, device=device)
         self._count(phase, "receive", result, result.numel(), result.numel())
-        self.transport.receive_(result, src_index)
+        self._call("receive", result, self.transport.receive_, result, src_index)
         return result
 
     def barrier(self) -> None:
         """Return when every member has called it."""
         if self.transport is not None:
-            self.transport.barrier()
+            self._call("barrier", None, self.transport.barrier)
 
     def __repr__(self) -> str:
         return f"Communicator({self.name!r}, index {self.index} of ranks {list(self.ranks)})"
+
+    # What a failure is called is worked out when there is one: nothing is kept for it. (torch.compile follows these too.)
+
+    def _call(self, collective: str, x: Tensor | None, function: Callable[..., None], *args: Any) -> None:
+        """Make a call of the transport. ``x``: what this rank gives, as the caller knows it."""
+        try:
+            function(*args)
+        except RuntimeError as error:
+            raise self.failure(collective, x, error) from error
+
+    def _start(self, collective: str, x: Tensor, function: Callable[..., Work], *args: Any) -> Work:
+        """The same for a call that goes on until somebody waits for it."""
+        try:
+            return _UnderWay(function(*args), self, collective)
+        except RuntimeError as error:
+            raise self.failure(collective, x, error) from error
+
+    def failure(self, collective: str, x: Tensor | None, error: RuntimeError) -> Exception:
+        """What to raise for an error of the transport: who waited for whom in what, unless it says so itself."""
+        if isinstance(error, ShardwrightError | torch.OutOfMemoryError) or self.transport is None:
+            return error
+        rank = self.ranks[self.index]
+        others = [other for other in self.ranks if other != rank]
+        return collective_failed(collective, self.name, rank, others, x, error, self.transport.peers())
 
     def _count_all_reduce(self, x: Tensor, op: ReduceOp, phase: Phase) -> None:
         assert x.is_contiguous(), "a collective in place needs a contiguous tensor"
@@ -312,6 +347,21 @@ class PendingPieces:
         if self.work is not None:
             self.work.wait()
             self.work = None
+
+
+class _UnderWay:
+    """A collective that goes on until somebody waits for it."""
+
+    __slots__ = ("_collective", "_communicator", "_work")
+
+    def __init__(self, work: Work, communicator: Communicator, collective: str) -> None:
+        self._work, self._communicator, self._collective = work, communicator, collective
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._communicator.failure(self._collective, None, error) from error
 
 
 class _Done:

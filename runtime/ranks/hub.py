@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwright.runtime.errors import DistributedError
 from shardwright.runtime.ranks.turns import Turns
+from shardwright.runtime.waiting import LIMIT_HINT, Wait
 
 Combine = Callable[[list[Any]], Any]
 """Makes what a collective yields from what the members gave, by index; it keeps none of that."""
@@ -55,15 +56,17 @@ class _Waiting:
 class Hub:
     """Where the ranks of one :func:`~.threads.run_ranks` meet. All its state is guarded by the lock of its turns."""
 
-    def __init__(self, num_ranks: int, timeout_s: float) -> None:
+    def __init__(self, num_ranks: int, timeout_s: float | None) -> None:
         self.num_ranks = num_ranks
         self._timeout_s = timeout_s
+        self._limit_hint = LIMIT_HINT if timeout_s is None else None
         self.turns = Turns(num_ranks)
         self._meetings: dict[tuple[tuple[int, ...], int], Meeting] = {}
         self._mail: dict[Hashable, deque[Tensor]] = {}
         self._waiting: dict[int, _Waiting] = {}
         self._ended: set[int] = set()
         self.failure: tuple[int | None, BaseException] | None = None
+        self.working: set[int] = set()  # those for which the others wait as long as it takes
         self.interrupted: list[str] = []  # who waited for a message when some rank failed
 
     def join(self, what: str, ranks: tuple[int, ...], index: int, number: int, given: Any, combine: Combine) -> Meeting:
@@ -133,13 +136,23 @@ class Hub:
 
     def _wait(self, rank: int, waiting: _Waiting) -> None:
         self._waiting[rank] = waiting
+        clock: Wait | None = None  # most waits need none
         try:
             while not waiting.ready():
                 self._raise_if_aborted()
                 self._find_stuck()
-                if self.failure is None and not self.turns.wait(rank, self._timeout_s):
-                    late = f"ranks have waited {self._timeout_s:g} s in a collective"
-                    self.abort(None, DistributedError(late, why=self._who_waits()))
+                if self.failure is not None:
+                    continue
+                clock = clock or Wait("", self._timeout_s)
+                clock.what = _waits(rank, waiting)
+                pause_s = clock.until_notice_s
+                if self.turns.wait(rank, pause_s):
+                    continue
+                if waiting.missing() & self.working:
+                    clock.heard(object())
+                if not clock.passed(pause_s):
+                    late = f"ranks have waited {clock.limit_s:g} s in a collective"
+                    self.abort(None, DistributedError(late, why=self._who_waits(), hint=self._limit_hint))
         except RankAbortedError:
             if waiting.is_message:
                 self.interrupted.append(_waits(rank, waiting))

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from shardwright.runtime.errors import DistributedError
+from shardwright.runtime.errors import CollectiveError
 from shardwright.runtime.ranks.communicator import Work
 from shardwright.runtime.ranks.counters import CommunicationCounters, Phase
 
@@ -65,17 +65,17 @@ class Messages:
         return self._transport.start_receive_(x, src, number, what)
 
 
-def lost(rank: int, what: str, src: int, why: str) -> DistributedError:
+def lost(rank: int, what: str, src: int, why: str) -> CollectiveError:
     """The error of a rank whose message does not come."""
-    return DistributedError(
+    return CollectiveError(
         f"rank {rank} waits in {what} from rank {src}, and it does not come",
         why=why,
         hint=f"look for the first error on rank {src}, or on the ranks that it waits for",
     )
 
 
-def undeliverable(rank: int, what: str, dst: int, why: str) -> DistributedError:
+def undeliverable(rank: int, what: str, dst: int, why: str) -> CollectiveError:
     """The error of a rank that cannot send."""
-    return DistributedError(
+    return CollectiveError(
         f"rank {rank} cannot send {what} to rank {dst}", why=why, hint=f"look for the first error on rank {dst}"
     )

@@ -18,6 +18,7 @@ from torch import Tensor
 from shardwright.runtime.dealing import EXCHANGES_UNDER_WAY
 from shardwright.runtime.errors import DistributedError
 from shardwright.runtime.ranks.communicator import ReduceOp, Work
+from shardwright.runtime.ranks.failures import first_line
 from shardwright.runtime.ranks.messages import Sending, lost, undeliverable
 
 # torch 2.13 renamed these two: the old names warn there, the new ones are missing before.
@@ -57,13 +58,20 @@ def _let_go() -> None:
                 function.__defaults__ = tuple(None if isinstance(d, dist.ProcessGroup) else d for d in defaults)
 
 
-class ProcessGroupTransport:
-    """See :class:`~shardwright.runtime.ranks.communicator.Transport`. ``device``: where the tensors of this rank are."""
+Peers = Callable[[], str]
 
-    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
+
+class ProcessGroupTransport:
+    """See :class:`~shardwright.runtime.ranks.communicator.Transport`. ``device``: where the tensors of this rank are.
+
+    ``peers``: says how the other members are, when something has failed.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device, peers: Peers = lambda: "") -> None:
         self.process_group = process_group
         self._device = device
         self._exchanges: deque[_AddingRows] = deque()
+        self.peers = peers
         _holders.add(self)
 
     def let_go(self) -> None:
@@ -178,11 +186,18 @@ class ProcessMessages:
 
     ``groups``: a process group for each channel ``(sender, receiver)`` of this rank. Gloo tells messages by their tag, so one
     group may serve all channels. NCCL ignores tags and runs the calls of one group in order, so there each channel needs a
-    group of its own: then neither end waits for what the other one has not started yet.
+    group of its own: then neither end waits for what the other one has not started yet. ``peers``: says how ranks are, when
+    something has failed.
     """
 
-    def __init__(self, rank: int, groups: Mapping[tuple[int, int], dist.ProcessGroup]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        groups: Mapping[tuple[int, int], dist.ProcessGroup],
+        peers: Callable[[Sequence[int]], str] = lambda ranks: "",
+    ) -> None:
         self._rank = rank
+        self._peers = peers
         self._groups = groups
         _holders.add(self)
 
@@ -194,21 +209,24 @@ class ProcessMessages:
         try:
             work = dist.isend(x, dst, self._groups[self._rank, dst], tag=number % _NUM_TAGS)
         except RuntimeError as error:
-            raise undeliverable(self._rank, what, dst, _first_line(error)) from error
-        return _ProcessWork(work, x, lambda why: undeliverable(self._rank, what, dst, why))
+            raise undeliverable(self._rank, what, dst, self._why(error, dst)) from error
+        return _ProcessWork(work, x, lambda error: undeliverable(self._rank, what, dst, self._why(error, dst)))
 
     def start_receive_(self, x: Tensor, src: int, number: int, what: str) -> Work:
         try:
             work = dist.irecv(x, src, self._groups[src, self._rank], tag=number % _NUM_TAGS)
         except RuntimeError as error:
-            raise lost(self._rank, what, src, _first_line(error)) from error
-        return _ProcessWork(work, x, lambda why: lost(self._rank, what, src, why))
+            raise lost(self._rank, what, src, self._why(error, src)) from error
+        return _ProcessWork(work, x, lambda error: lost(self._rank, what, src, self._why(error, src)))
+
+    def _why(self, error: RuntimeError, peer: int) -> str:
+        return "; ".join(filter(None, (first_line(error), self._peers([peer]))))
 
 
 class _ProcessWork:
     """A message under way. It keeps the tensor alive, and names who waits when it fails."""
 
-    def __init__(self, work: Any, x: Tensor, failure: Callable[[str], DistributedError]) -> None:
+    def __init__(self, work: Any, x: Tensor, failure: Callable[[RuntimeError], DistributedError]) -> None:
         self._work, self._x, self._failure = work, x, failure
 
     def is_completed(self) -> bool:
@@ -218,8 +236,4 @@ class _ProcessWork:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise self._failure(_first_line(error)) from error
-
-
-def _first_line(error: RuntimeError) -> str:
-    return str(error).partition("\n")[0]
+            raise self._failure(error) from error

@@ -16,8 +16,8 @@ forward; a CUDA device has one backward thread for all ranks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -91,6 +91,9 @@ class ThreadTransport:
 
     def barrier(self) -> None:
         self._meet("barrier()", None, lambda given: None)
+
+    def peers(self) -> str:
+        return ""  # the hub says who waits for whom
 
     def _join(self, what: str, given: Any, combine: Combine) -> tuple[int, Meeting]:
         number = self._num_calls
@@ -201,6 +204,17 @@ class ThreadWorld(World):
         super().__init__(rank, hub.num_ranks, torch.device("cpu"))
         self._hub = hub
 
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """See :meth:`World.working`. A thread that ends is noticed, so whoever lives is waited for."""
+        with self._hub.turns.lock:
+            self._hub.working.add(self.rank)
+        try:
+            yield
+        finally:
+            with self._hub.turns.lock:
+                self._hub.working.discard(self.rank)
+
     def _make_transport(self, ranks: tuple[int, ...]) -> Transport | None:
         return ThreadTransport(self._hub, ranks, self.rank) if self.rank in ranks else None
 
@@ -208,11 +222,12 @@ class ThreadWorld(World):
         return ThreadMessages(self._hub, self.rank)
 
 
-def run_ranks(num_ranks: int, fn: Callable[..., Result], *args: Any, timeout_s: float = 300.0) -> list[Result]:
+def run_ranks(num_ranks: int, fn: Callable[..., Result], *args: Any, timeout_s: float | None = None) -> list[Result]:
     """Run ``fn(rank, *args)`` on one thread per rank and return the results by rank.
 
     The first exception of a rank ends all others at their next collective and is raised here, with a note that names the
-    rank, and one for each rank that waited for a message then. ``timeout_s`` bounds how long a rank waits in one collective.
+    rank, and one for each rank that waited for a message then. ``timeout_s`` bounds how long a rank waits in one collective
+    (default: the limit of all waits, see :mod:`~shardwright.runtime.waiting`); compiling may take longer.
 
     Raises :class:`DistributedError` where the ranks' collectives do not fit together.
     """

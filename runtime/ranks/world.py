@@ -12,7 +12,7 @@ import json
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,8 +21,13 @@ import torch.distributed as dist
 from shardwright.runtime.errors import DistributedError
 from shardwright.runtime.ranks.communicator import Communicator, Transport
 from shardwright.runtime.ranks.counters import CommunicationCounters
+from shardwright.runtime.ranks.exchange import Exchange, StoreExchange, WorldExchange
+from shardwright.runtime.ranks.failures import collective_failed, concerning
+from shardwright.runtime.ranks.hub import in_words
 from shardwright.runtime.ranks.messages import Messages, MessageTransport
 from shardwright.runtime.ranks.process_group import ProcessGroupTransport, ProcessMessages
+from shardwright.runtime.ranks.processes import Roll
+from shardwright.runtime.waiting import timeout, timeout_of
 
 
 class World(ABC):
@@ -91,6 +96,14 @@ class World(ABC):
         """Return when every rank has called it."""
         self.everyone.barrier()
 
+    def working(self) -> AbstractContextManager[object]:
+        """Around work that takes its time, for worlds whose ranks would be given up meanwhile."""
+        return nullcontext()
+
+    def exchange(self) -> Exchange:
+        """How the ranks agree on what they did, however long it took. Collective at first use."""
+        return WorldExchange(self)
+
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         """What rank ``src`` passed, on every rank. It must be plain JSON (tuples arrive as lists)."""
         if self.size == 1:
@@ -148,6 +161,8 @@ class DistributedWorld(World):
         on_cuda = "nccl" in dist.get_backend_config() and torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         super().__init__(dist.get_rank(), dist.get_world_size(), device)
+        self._roll = Roll(dist.distributed_c10d._get_default_store(), self.rank)
+        self._exchange: StoreExchange | None = None
         if on_cuda:
             self._claim_gpu()
 
@@ -165,27 +180,53 @@ class DistributedWorld(World):
             )
 
     def _make_transport(self, ranks: tuple[int, ...]) -> Transport | None:
-        process_group = dist.group.WORLD if len(ranks) == self.size else dist.new_group(list(ranks))
+        process_group = self._new_group(ranks)
         if self.rank not in ranks:
             return None
         assert isinstance(process_group, dist.ProcessGroup)
-        transport = ProcessGroupTransport(process_group, self.device)
+        self._roll.learn(ranks)
+        transport = ProcessGroupTransport(process_group, self.device, lambda: self._states(ranks))
         if self.device.type == "cuda":  # see [Note: Communicators are made at once]
             transport.all_reduce_(torch.zeros(1, device=self.device), "sum")
         return transport
 
     def _make_message_transport(self, channels: Sequence[tuple[int, int]]) -> MessageTransport:
-        everyone = dist.group.WORLD
-        assert everyone is not None
         if self.device.type == "cpu":
-            return ProcessMessages(self.rank, dict.fromkeys(channels, everyone))
-        groups = {channel: dist.new_group(list(channel)) for channel in channels}
+            everyone = self.everyone.transport
+            groups = dict.fromkeys(channels, everyone.process_group) if isinstance(everyone, ProcessGroupTransport) else {}
+            return ProcessMessages(self.rank, groups, self._states)
+        groups = {channel: self._new_group(channel) for channel in channels}
         for sender, receiver in channels:  # see [Note: Communicators are made at once]
             if self.rank == sender:
                 dist.send(torch.zeros(1, device=self.device), receiver, groups[sender, receiver])
             elif self.rank == receiver:
                 dist.recv(torch.zeros(1, device=self.device), sender, groups[sender, receiver])
-        return ProcessMessages(self.rank, {c: group for c, group in groups.items() if self.rank in c and group is not None})
+        mine = {channel: group for channel, group in groups.items() if self.rank in channel and group is not None}
+        return ProcessMessages(self.rank, mine, self._states)
+
+    def _new_group(self, ranks: Sequence[int]) -> Any:
+        """A process group with our time limit. The default one serves all ranks where its limit is ours."""
+        limit = timeout()
+        if len(ranks) == self.size and timeout_of(dist.distributed_c10d._get_default_store()) == limit:
+            return dist.group.WORLD
+        with concerning(f"making the process group of {in_words(ranks)}"):
+            try:
+                return dist.new_group(list(ranks), timeout=limit, group_desc=f"shardwright {in_words(ranks[:8])}")
+            except RuntimeError as error:
+                others = [rank for rank in range(self.size) if rank != self.rank]
+                raise collective_failed("new_group", "world", self.rank, others, None, error, self._states(others)) from error
+
+    def _states(self, ranks: Sequence[int]) -> str:
+        """How other ranks are, now that something has failed here; they are told of it."""
+        found = self._roll.states(ranks)
+        self._roll.say_failed(f"it missed {in_words([rank for rank in ranks if rank != self.rank])}")
+        return found
+
+    def exchange(self) -> Exchange:
+        """See :meth:`World.exchange`: through the store, as ranks may write for longer than a collective may take."""
+        if self._exchange is None:
+            self._exchange = StoreExchange.of_process_group("a checkpoint")
+        return self._exchange
 
 
 class _Current(threading.local):
@@ -200,6 +241,11 @@ _solo = SoloWorld()
 
 # Before the interpreter ends, with what transports hold (runtime/ranks/process_group.py says why).
 atexit.register(_of_process.clear)
+
+
+def world_of_thread() -> World | None:
+    """The world that :func:`use_world` has set for the calling thread."""
+    return _current.world
 
 
 def current_world() -> World:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shardwright.runtime.dealing import Entry, deal_buckets
 from shardwright.runtime.layout import Layout
 from shardwright.runtime.ranks.communicator import Communicator, Work
+from shardwright.runtime.ranks.failures import concerning, listed
 
 DtypeRule = Callable[[torch.dtype], torch.dtype]
 
@@ -124,16 +125,23 @@ class Bucket:
         if self._unused:
             flags[self._unused] = 0
         before(self.gradients)
-        self._works = self._launch(buffer)
+        with concerning(self._subject):
+            self._works = self._launch(buffer)
 
     def _launch(self, buffer: Tensor) -> list[Work]:
         return [self.communicator.all_reduce_async(buffer)]
 
     def wait(self) -> None:
         """Return when nothing is under way any more."""
-        for work in self._works:
-            work.wait()
+        if self._works:
+            with concerning(self._subject):
+                for work in self._works:
+                    work.wait()
         self._works = []
+
+    def _subject(self) -> str:
+        """What the collectives are for, in messages."""
+        return f"reducing the gradients of {listed([member.name for member in self.members])}"
 
     def end_round(self) -> None:
         """Reduce what one of several backward passes has brought; only buckets that free gradients have anything to do."""

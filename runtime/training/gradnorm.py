@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.layout import Layout
 from shardwright.runtime.ranks.communicator import Communicator
+from shardwright.runtime.ranks.failures import concerning
 from shardwright.runtime.ranks.groups import RankMesh
 
 
@@ -49,9 +50,10 @@ def global_norm(
     ]
     # In float64: a sum of squares overflows float32 long before the norm does.
     mine = torch.stack(norms).double() if norms else torch.zeros(1, dtype=torch.float64, device=device)
-    if math.isinf(order):
-        return everyone.all_reduce(mine.max(), "max", phase="gradients").to(dtype)
-    powers = everyone.all_reduce(mine.pow(order).sum(), phase="gradients")
+    with concerning("the norm of all gradients"):
+        if math.isinf(order):
+            return everyone.all_reduce(mine.max(), "max", phase="gradients").to(dtype)
+        powers = everyone.all_reduce(mine.pow(order).sum(), phase="gradients")
     return powers.pow(1 / order).to(dtype)
 
 

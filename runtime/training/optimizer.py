@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.module.original_names import parameter_names
+from shardwright.runtime.ranks.failures import concerning
 from shardwright.runtime.training.bucket import Named
 from shardwright.runtime.training.clipping import clip_by_norm
 from shardwright.runtime.training.gradients import TrainedModel
@@ -130,7 +131,8 @@ class ParallelOptimizer(Optimizer):
         self.sync_shard_grad()
         device = self._model.world.device
         found = unscale([tensor.grad for _, tensor in self.gradient_holders if tensor.grad is not None], factor, device)
-        return bool(self._model.world.everyone.all_reduce(found, phase="gradients"))
+        with concerning("whether gradients are finite"):
+            return bool(self._model.world.everyone.all_reduce(found, phase="gradients"))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

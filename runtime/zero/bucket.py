@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwright.runtime.ranks.communicator import Work
+from shardwright.runtime.ranks.failures import concerning
 from shardwright.runtime.training.bucket import Bucket, GradientSum, Named, dense, hold_gradients_in, set_reduced
 from shardwright.runtime.zero.arena import Arena
 from shardwright.runtime.zero.groups import ZeroGroup
@@ -132,7 +133,8 @@ class ShardedBucket(Bucket):
             self.end_round()
             assert self._mine is not None
             mine = gradients = self._mine
-            self.group.across.all_reduce_(mine, phase="gradients")
+            with concerning(self._subject):
+                self.group.across.all_reduce_(mine, phase="gradients")
             gradients = mine[: max(0, sum(self.sizes) - self.low)]
         else:
             self.wait()

@@ -16,6 +16,7 @@ from torch import Tensor
 from shardwright.runtime.dealing import Entry, deal_buckets, deal_owners
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.ranks.communicator import Communicator
+from shardwright.runtime.ranks.failures import concerning, listed
 from shardwright.runtime.ranks.world import World
 from shardwright.runtime.regions import Region, copy_shared
 from shardwright.runtime.zero.settings import ReductionSettings
@@ -59,7 +60,8 @@ class Batch:
                 sent[member.owner][start + piece.numel()] = 1
         sizes = {rank: [member.pieces[rank].num_elements + 1 for member in owned] for rank in ranks}
         shapes = [(sum(sizes[rank]),) for rank in ranks]
-        arrived = self.communicator.all_to_all([sent[rank] for rank in ranks], shapes, phase="gradients")
+        with concerning(self._subject):
+            arrived = self.communicator.all_to_all([sent[rank] for rank in ranks], shapes, phase="gradients")
         parts = {rank: _cut(flat, sizes[rank]) for rank, flat in zip(ranks, arrived, strict=True)}
         for index, member in enumerate(owned):
             if not any(bool(parts[rank][index][-1]) for rank in ranks):
@@ -81,9 +83,15 @@ class Batch:
                 copy_shared(part.view(region.shape), region, member.tensor.detach(), Region.whole(member.shape))
         coming = [[p.detach() for m, p in zip(self.members, self.pieces, strict=True) if m.owner == rank] for rank in ranks]
         shapes = [(sum(piece.numel() for piece in pieces),) for pieces in coming]
-        for pieces, flat in zip(coming, self.communicator.all_to_all(sent, shapes, phase="gradients"), strict=True):
+        with concerning(self._subject):
+            arrived = self.communicator.all_to_all(sent, shapes, phase="gradients")
+        for pieces, flat in zip(coming, arrived, strict=True):
             for piece, part in zip(pieces, _cut(flat, [piece.numel() for piece in pieces]), strict=True):
                 piece.copy_(part.view(piece.shape))
+
+    def _subject(self) -> str:
+        """What the exchange is for, in messages."""
+        return f"the exchange with the owners of {listed([member.name for member in self.members])}"
 
     def _size_of(self, owner: int) -> int:
         """Elements that this rank sends to one owner, with the flags."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from shardwright.runtime.dealing import EXCHANGES_UNDER_WAY
 from shardwright.runtime.ranks.communicator import Work
+from shardwright.runtime.ranks.failures import concerning, listed
 from shardwright.runtime.training.bucket import Bucket, GradientSum
 from shardwright.runtime.zero.awaited import await_parameters
 from shardwright.runtime.zero.bucket import ShardedBucket
@@ -46,7 +47,12 @@ class BucketGathering:
             if shard.num_elements:
                 shard.write(mine[offset : offset + shard.num_elements])
         self._buffer = buffer
-        self._work = bucket.group.inside.all_gather_async_(buffer, bucket.slice_sizes)
+        with concerning(self._subject):
+            self._work = bucket.group.inside.all_gather_async_(buffer, bucket.slice_sizes)
+
+    def _subject(self) -> str:
+        """What the collective is for, in messages."""
+        return f"gathering the new values of {listed([member.name for member in self._bucket.members])}"
 
     def _write(self) -> None:
         """The parameters of which this rank has all of the optimizer's state."""
@@ -60,7 +66,8 @@ class BucketGathering:
         if self._work is None or self._buffer is None:
             return
         work, self._work = self._work, None
-        work.wait()
+        with concerning(self._subject):
+            work.wait()
         bucket, buffer, self._buffer = self._bucket, self._buffer, None
         with torch.no_grad():
             for member, piece in zip(bucket.members, torch.split(buffer[: sum(bucket.sizes)], bucket.sizes), strict=True):
@@ -127,7 +134,8 @@ def gathered_gradients(buckets: Iterable[Bucket]) -> dict[str, Tensor | None]:
             if shard.tensor.grad is not None:
                 start = bucket.low + offset
                 buffer[start : start + shard.num_elements].copy_(shard.tensor.grad.view(-1))
-        bucket.group.inside.all_gather_async_(buffer, bucket.slice_sizes).wait()
+        with concerning(f"gathering the gradients of {listed([member.name for member in bucket.members])}"):
+            bucket.group.inside.all_gather_async_(buffer, bucket.slice_sizes).wait()
         for index, (member, piece) in enumerate(
             zip(bucket.members, torch.split(buffer[: sum(bucket.sizes)], bucket.sizes), strict=True)
         ):

@@ -7,9 +7,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from shardwright.compiler import job as job_module
-from shardwright.compiler.job import Job, StoreExchange, WorldExchange
+from shardwright.compiler.job import Job
 from shardwright.runtime.errors import DistributedError, TraceError
+from shardwright.runtime.ranks import exchange as exchange_module
+from shardwright.runtime.ranks.exchange import StoreExchange, WorldExchange
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import current_world
 
@@ -22,7 +23,7 @@ def on_ranks(num_ranks, act, store_timeout=timedelta(minutes=5)):
 
     def run(rank):
         try:
-            outcomes[rank] = act(Job("compiling Net", StoreExchange(store, rank, num_ranks)))
+            outcomes[rank] = act(Job("compiling Net", StoreExchange(store, rank, num_ranks, "compiling Net")))
         except Exception as error:
             outcomes[rank] = error
 
@@ -105,7 +106,7 @@ def test_an_error_of_any_rank_reaches_all():
 @pytest.mark.parametrize("verb", ["first_rank_does", "every_rank_does"])
 def test_rank_zero_raises_when_the_others_have_read_the_error(verb, monkeypatch):
     """It may hold the store, which ends with its process."""
-    monkeypatch.setattr(job_module, "_CONFIRM_S", 600.0)
+    monkeypatch.setattr(exchange_module, "CONFIRM_S", 600.0)
     read, raised = [], []
 
     def act(job):
@@ -123,8 +124,8 @@ def test_rank_zero_raises_when_the_others_have_read_the_error(verb, monkeypatch)
 
 
 def test_rank_zero_does_not_wait_for_the_dead(monkeypatch):
-    monkeypatch.setattr(job_module, "_CONFIRM_S", 0.1)
-    job = Job("compiling Net", StoreExchange(dist.HashStore(), 0, 2))
+    monkeypatch.setattr(exchange_module, "CONFIRM_S", 0.1)
+    job = Job("compiling Net", StoreExchange(dist.HashStore(), 0, 2, "compiling Net"))
     with pytest.raises(TraceError, match="broken"):
         job.first_rank_does(lambda: raise_(TraceError("broken")))
 

@@ -205,4 +205,5 @@ def test_without_a_gpu_the_default_backends_run_on_the_cpu(monkeypatch):
         "get_backend_config": "cpu:gloo,cuda:nccl",
     }.items():
         monkeypatch.setattr(dist, name, lambda value=value: value)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
     assert DistributedWorld().device == torch.device("cpu")

@@ -1,0 +1,151 @@
+"""Processes: how ranks say which process they are, and what another one on this machine can see of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch.distributed as dist
+
+from shardwright.runtime.waiting import OutOfTimeError, Wait, in_time, timeout_s
+
+Answer = TypeVar("Answer")
+
+_ASKING = "this rank waits for the job's key-value store"
+_SETTLE_S = 1.0
+"""How long a process that has closed its connections may take to be gone."""
+_MANY_RANKS, _MANY_WORDS = 64, 4
+"""Of how many ranks at most the store is asked, and of how many something is said."""
+
+State = Literal["runs", "is stopped", "is gone"]
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process. ``machine``: equal where two processes can see each other under their numbers. ``started``: when, in
+    clock ticks of the machine, as numbers are used again; ``None`` where nothing tells.
+    """
+
+    pid: int
+    host: str
+    machine: str
+    started: int | None
+
+    @classmethod
+    def own(cls) -> Process:
+        """The calling one."""
+        pid = os.getpid()
+        status = _status(pid)
+        return cls(pid, socket.gethostname(), _machine(), status[1] if status else None)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Process:
+        """The reverse of :meth:`to_json`."""
+        return cls(**data)
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, as JSON values."""
+        return asdict(self)
+
+    def state(self) -> State | None:
+        """What it does; ``None`` if it is on another machine, or nothing tells."""
+        if self.machine != _machine() or self.started is None:
+            return None
+        status = _status(self.pid)
+        if status is None or status[1] != self.started or status[0] in "ZX":
+            return "is gone"
+        return "is stopped" if status[0] in "Tt" else "runs"
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class Roll:
+    """Which process each rank is, and with what a rank has failed, through the store of the job.
+
+    ``store``: of ``torch.distributed``. ``rank``: the caller's.
+    """
+
+    def __init__(self, store: dist.distributed_c10d.Store, rank: int) -> None:
+        self._store = dist.distributed_c10d.PrefixStore("shardwright/processes", store)
+        self._rank = rank
+        self._known: dict[int, Process] = {}
+        self._store.delete_key(f"failed{rank}")  # of an earlier process group on the same store
+        self._store.set(str(rank), json.dumps(Process.own().to_json()))
+
+    def learn(self, ranks: Sequence[int]) -> None:
+        """Remember the processes of ranks that are in a group with the caller, while the store can tell."""
+        unknown = [rank for rank in ranks if rank not in self._known and rank != self._rank]
+        if 0 < len(unknown) <= _MANY_RANKS:
+            self._known |= in_time(lambda: self._read(unknown), Wait(_ASKING))
+
+    def say_failed(self, text: str) -> None:
+        """Tell other ranks, which will miss this one, why it fails."""
+        self._quickly(lambda: self._store.set(f"failed{self._rank}", text))
+
+    def states(self, ranks: Sequence[int]) -> str:
+        """How other ranks are, in words: those first that are gone, stopped, or have failed themselves."""
+        others = [rank for rank in ranks if rank != self._rank]
+        deadline = time.monotonic() + _SETTLE_S
+        while True:
+            notes: dict[int, str] = self._quickly(lambda: self._failed(others)) or {}
+            words = {rank: described(rank, self._process(rank)) for rank in others}
+            blamed = [rank for rank in others if rank in notes or words[rank].endswith(("is gone", "is stopped"))]
+            if blamed or time.monotonic() > deadline:
+                break
+            time.sleep(_SETTLE_S / 20)  # a process that ends closes its connections first
+        shown = (blamed or others)[:_MANY_WORDS]
+        return "; ".join(f"rank {rank} has failed: {notes[rank]}" if rank in notes else words[rank] for rank in shown)
+
+    def _process(self, rank: int) -> Process | None:
+        if rank not in self._known:
+            self._known |= self._quickly(lambda: self._read([rank])) or {}
+        return self._known.get(rank)
+
+    def _read(self, ranks: Sequence[int]) -> dict[int, Process]:
+        there = [rank for rank in ranks if self._store.check([str(rank)])]
+        return {rank: Process.from_json(json.loads(self._store.get(str(rank)))) for rank in there}
+
+    def _failed(self, ranks: Sequence[int]) -> dict[int, str]:
+        there = [rank for rank in ranks[:_MANY_RANKS] if self._store.check([f"failed{rank}"])]
+        return {rank: self._store.get(f"failed{rank}").decode() for rank in there}
+
+    def _quickly(self, question: Callable[[], Answer]) -> Answer | None:
+        """The store's answer, ``None`` if it has none: it may be as gone as the rank that is missed."""
+        try:
+            return in_time(question, Wait(_ASKING, min(2.0, timeout_s())))
+        except (OutOfTimeError, RuntimeError):
+            return None
+
+
+def described(rank: int, process: Process | None) -> str:
+    """What can be said of a rank, for messages: ``rank 2 (process 4711 on node3) is stopped``."""
+    if process is None:
+        return f"rank {rank} has not come so far"
+    state = process.state()
+    return f"rank {rank} ({process})" + (f" {state}" if state else " is on another machine, which nothing is known of")
+
+
+def _machine() -> str:
+    """The boot of the kernel and the space of process numbers, where there is /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return f"{socket.gethostname()}, without /proc"
+
+
+def _status(pid: int) -> tuple[str, int] | None:
+    """The letter of a process's state and when it began, from /proc; ``None`` if it is not there."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name before may hold anything
+    return fields[0], int(fields[19])

@@ -1,9 +1,12 @@
 """Directories of generated files: where they are, what they were made from, and how they change.
 
 A directory is recognised by content. Its manifest holds the key of the request it was made for: the digest of the freshly
-traced graph, the config, the policy, the files its options name, and the versions of shardwright and torch. An edited model
-has another digest, so it is never served code of what it was. Initial weights are outside the key; their files have digests
-of their own.
+traced graph, what ``register_op`` was told of its operators, the config, the policy, the files its options name, the versions
+of shardwright and torch, and the source of shardwright, which changes between versions too. An edited model has another
+digest, so it is never served code of what it was. Initial weights are outside the key; their files have digests of their own.
+
+What torch is set to when a model is compiled (default dtype, autocast, attention kernels, ...) is in the key as far as the
+traced graph depends on it. Versions of solvers are not: they choose among plans that are all proved.
 
 A directory changes as a whole: everything is written beside it, checked, and swapped in. A compile that fails, or a
 process that is killed, leaves what was there.
@@ -11,15 +14,18 @@ process that is killed, leaves what was there.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +40,11 @@ from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, LoadError, PlanError
 from shardwright.runtime.manifest import MANIFEST_FILE, Manifest, code_file, read_file, sha256
 from shardwright.runtime.module.weights import CONSTANTS_FILE, WEIGHTS_FILE
-from shardwright.runtime.swap import recover_folder, write_folder, writing
+from shardwright.runtime.swap import recover_folder, write_file, write_folder, writing
 
 PLAN_FILE = "plan.json"
+PROOFS_FILE = "proofs.json"
+"""The digests of the annotations that were proved. It is no part of what was made: no manifest lists it."""
 
 
 def generated_directory(gen_savedir: Path | str, cls: type[Any], instance_name: str | None) -> Path:
@@ -73,10 +81,34 @@ def read_plan(directory: Path) -> Plan:
     return Plan.from_json(data)
 
 
+SOURCE_FOLDERS = ("codegen_templates", "compiler", "policies", "runtime")
+"""What of this package decides how a program is made, and what it calls."""
+
+
+@functools.cache
+def source_digest() -> str:
+    """The digest of the source of this package: another one for every commit and every edit that may matter."""
+    content = hashlib.sha256()
+    for folder in SOURCE_FOLDERS:
+        for name, data in _source_files(resources.files("shardwright") / folder, folder):
+            content.update(f"{name} {len(data)} ".encode() + data)
+    return content.hexdigest()
+
+
+def _source_files(folder: Traversable, path: str) -> Iterator[tuple[str, bytes]]:
+    """Path and content of all files in a folder, in one order, without those that Python makes."""
+    for item in sorted(folder.iterdir(), key=lambda item: item.name):
+        if item.is_dir() and item.name != "__pycache__":
+            yield from _source_files(item, f"{path}/{item.name}")
+        elif item.name.rpartition(".")[2] in ("py", "json", "jinja"):
+            yield f"{path}/{item.name}", item.read_bytes()
+
+
 @dataclass(frozen=True)
 class Request:
     """What a compile is recognised by. ``graph``: the digest of the graph as traced. ``policy``: its name or import path.
-    ``files``: those that options of the policy name, to the digests of their contents.
+    ``files``: those that options of the policy name, to the digests of their contents. ``operators``: those of
+    ``register_op``, to the digests of what they bring to a program. ``source``: the digest of this package.
     """
 
     graph: str
@@ -85,6 +117,8 @@ class Request:
     shardwright_version: str
     torch_version: str = str(torch.__version__)
     files: Mapping[str, str] = field(default_factory=dict)
+    operators: Mapping[str, str] = field(default_factory=dict)
+    source: str = field(default_factory=source_digest)
 
     def key(self) -> str:
         """One digest of all of it."""
@@ -97,7 +131,9 @@ class Request:
             "policy": self.policy,
             "shardwright_version": self.shardwright_version,
             "torch_version": self.torch_version,
+            "source": self.source,
             **({"files": dict(self.files)} if self.files else {}),
+            **({"operators": dict(self.operators)} if self.operators else {}),
         }
 
     def differences(self, made_for: Mapping[str, Any]) -> str:
@@ -111,10 +147,17 @@ class Request:
             mine = self.to_json()[name]
             if made_for.get(name) != mine:
                 words.append(f"{name} is {mine!r}, was {made_for.get(name)!r}")
-        files = made_for.get("files", {})
-        changed = [name for name in (*self.files, *files) if self.files.get(name) != files.get(name)]
-        words += [f"the file {name} has changed" for name in dict.fromkeys(changed)]
+        if made_for.get("source") != self.source and made_for.get("shardwright_version") == self.shardwright_version:
+            words.append("shardwright itself has changed, within one version")
+        words += [f"the file {name} has changed" for name in _changed(self.files, made_for.get("files", {}))]
+        operators = _changed(self.operators, made_for.get("operators", {}))
+        words += [f"what register_op says of {name} has changed" for name in operators]
         return "; ".join(words)
+
+
+def _changed(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
+    """The keys of either mapping whose values differ."""
+    return [name for name in dict.fromkeys((*now, *before)) if now.get(name) != before.get(name)]
 
 
 @dataclass(frozen=True)
@@ -157,6 +200,23 @@ class Stored:
     def holds(self, name: str, digest: str) -> bool:
         """Whether the file is there and was written with this digest."""
         return self.manifest is not None and self.manifest.files.get(name) == digest and (self.directory / name).exists()
+
+
+def read_proofs(directory: Path) -> set[str]:
+    """The digests of the annotations that compiles into a directory have proved; none where the file says nothing."""
+    try:
+        data = json.loads((directory / PROOFS_FILE).read_bytes())
+    except (OSError, ValueError):
+        return set()
+    return {item for item in data if isinstance(item, str)} if isinstance(data, list) else set()
+
+
+def store_proofs(directory: Path, digests: Collection[str]) -> None:
+    """Remember more proofs, if the directory takes files: without them, the next compile proves again."""
+    if digests:
+        known = sorted({*read_proofs(directory), *digests})
+        with suppress(OSError):
+            write_file(directory / PROOFS_FILE, (json.dumps(known, indent=1) + "\n").encode())
 
 
 def weights_match(stored: Stored, tensors: Mapping[str, Tensors]) -> bool:

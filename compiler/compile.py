@@ -13,6 +13,7 @@ from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.printer import print_graph
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ir.verify import verify
+from shardwright.compiler.ops.proof import unproved
 from shardwright.compiler.ops.render import imports_of, names_bound
 from shardwright.compiler.pass_manager import CompileReport, FunctionPass, PassManager
 from shardwright.compiler.passes.dims import infer_dims, warn_of_lost_batch
@@ -133,7 +134,7 @@ def compile_graph(
     else:
         program = manager.run(FunctionPass("lower", lambda g: lower(g, plan)), planned)
     with manager.measure("emit"):
-        origin = Origin(version, graph.name, plan.policy, digest)
+        origin = Origin(version, graph.name, plan.policy, digest, unproved(graph))
         files = _emit(program, origin, config)
         files["plan.json"] = plan.dumps()
     return Compiled(program, files, config, manager.report)

@@ -11,13 +11,25 @@ import torch
 from torch import nn
 
 from shardwright import __version__
-from shardwright.compiler.cache import PLAN_FILE, Request, Stored, read_plan, store, store_weights, weights_match
+from shardwright.compiler.cache import (
+    PLAN_FILE,
+    Request,
+    Stored,
+    read_plan,
+    read_proofs,
+    store,
+    store_proofs,
+    store_weights,
+    weights_match,
+)
 from shardwright.compiler.compile import Compiled, compile_graph, pass_manager
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.serialize import digest
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.locks import directory_lock
 from shardwright.compiler.module_source import ModuleSource, in_dtype
+from shardwright.compiler.ops.fingerprint import operator_digests
+from shardwright.compiler.ops.proof import prove_operators
 from shardwright.compiler.pass_manager import CompileReport, FunctionPass, PassManager
 from shardwright.compiler.passes.fold import fold_constants
 from shardwright.compiler.search import search_plan, takes_traces
@@ -77,9 +89,22 @@ def generate(order: Order) -> Generated:
         weights, constants = initial_values(graph, module)
         tensors = {WEIGHTS_FILE: weights, CONSTANTS_FILE: constants}
         files = {str(path): sha256(path.read_bytes()) for path in order.policy.files(order.config)}
-        request = Request(digest(graph), order.config, order.policy.name, __version__, files=files)
+        operators = operator_digests(graph)
+        name, config = order.policy.name, order.config
+        request = Request(digest(graph), config, name, __version__, files=files, operators=operators)
         with directory_lock(order.directory):
-            return _make_or_find(order, module, graph, request, tensors, manager)
+            proofs = _prove(graph, order, request, manager)
+            generated = _make_or_find(order, module, graph, request, tensors, manager)
+            store_proofs(order.directory, proofs)
+        return generated
+
+
+def _prove(graph: IRGraph, order: Order, request: Request, manager: PassManager) -> list[str]:
+    """Prove what ``register_op`` was told, as far as it was not proved before. One rank alone splits nothing."""
+    if not request.operators or order.config.plan_ngpus == 1:
+        return []
+    with manager.measure("prove"):
+        return prove_operators(graph, read_proofs(order.directory), request.source)
 
 
 def _make_or_find(

@@ -48,12 +48,13 @@ def class_name(name: str, imported: Collection[str] = ()) -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a file's header says of where it comes from."""
+    """What a file's header says of where it comes from. ``unproved``: operators whose annotations are taken on trust."""
 
     version: str
     model: str
     policy: str
     digest: str
+    unproved: tuple[str, ...] = ()
 
 
 def emit(

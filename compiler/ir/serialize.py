@@ -15,6 +15,7 @@ import torch
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.op import IROp, RankDevice, WhenTraining
 from shardwright.compiler.ir.printer import print_size
+from shardwright.compiler.ir.size import dynamic_sizes
 from shardwright.compiler.ir.value import IRValue
 
 
@@ -40,7 +41,9 @@ def to_json(graph: IRGraph) -> dict[str, Any]:
         "signature": [[name, _tree(tree)] for name, tree in graph.signature],
         "defaults": [[name, literal(value)] for name, value in graph.defaults],
         "buffer_updates": [[before.name, after.name] for before, after in graph.buffer_updates],
+        "argument_order": list(graph.argument_order),
         "dynamic_dims": [[dim.input, dim.dim, dim.symbol] for dim in graph.dynamic_dims],
+        "examples": dict(sorted(_examples(graph).items())),
         "conditions": [print_size(condition) for condition in graph.conditions],
         "autocast": str(graph.autocast) if graph.autocast else None,
         "module_types": dict(sorted(graph.module_types.items())),
@@ -74,7 +77,14 @@ def _value(value: IRValue) -> dict[str, Any]:
         "fqn": value.fqn,
         "aliases": list(value.aliases),
         "persistent": value.persistent,
+        "takes_gradient": value.takes_gradient,
     }
+
+
+def _examples(graph: IRGraph) -> dict[str, int]:
+    """What dynamic sizes are in the dummy arguments: planners price a model at these."""
+    sizes = (size for value in graph.inputs for shape_size in value.shape for size in dynamic_sizes(shape_size))
+    return {size.name: size.example for size in sizes}
 
 
 def _op(op: IROp) -> dict[str, Any]:

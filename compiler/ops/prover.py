@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -118,13 +119,8 @@ def prove(
 
     Raises :class:`AnnotationError` for a function without a rule, or a rule that does not fit the shapes.
     """
-    call = _Call.of(operator, tuple(args), dict(kwargs or {}), training, seed)
-    whole = call.run_whole()
-    trials: list[Trial] = []
-    for mesh in (Mesh((("a", size),)) if isinstance(size, int) else Mesh.of(size) for size in num_ranks):
-        assignments = itertools.product(strategies(call.rule), repeat=len(mesh.axes))
-        trials += [call.trial(dict(zip(mesh.names, chosen, strict=True)), mesh, whole) for chosen in assignments]
-    return ProofReport(call.op.target, call.rule, tuple(trials))
+    call = OperatorCall.of(operator, tuple(args), dict(kwargs or {}), training, seed)
+    return ProofReport(call.op.target, call.rule, tuple(call.trials(num_ranks)))
 
 
 @dataclass(frozen=True)
@@ -145,17 +141,22 @@ class _Whole:
 
 
 @dataclass(frozen=True)
-class _Call:
-    """One operator call with concrete operands, and what it gives on one device."""
+class OperatorCall:
+    """One operator call with concrete operands, and what it gives on one device.
+
+    ``device``: where it runs. ``within``: a context that it runs in.
+    """
 
     op: IROp
     rule: OpRule
     operands: list[Tensor]
-    training: bool
-    seed: int
+    training: bool = True
+    seed: int = 0
+    device: str = "cpu"
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @classmethod
-    def of(cls, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, seed: int) -> _Call:
+    def of(cls, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, seed: int) -> OperatorCall:
         opdef, bound_args, bound_kwargs = _resolve(operator, args, kwargs)
         bound = dict(opdef.bind(bound_args, bound_kwargs))
         operands = [leaf for arg in bound.values() for leaf in leaves(arg) if isinstance(leaf, Tensor)]
@@ -171,6 +172,17 @@ class _Call:
         op = replace(op, results=tuple(IRValue(f"y{i}", tuple(y.shape), y.dtype) for i, y in enumerate(results)))
         rule = instantiate(opdef, op)
         return replace(call, op=replace(op, rule=rule), rule=rule)
+
+    def trials(self, num_ranks: Sequence[int | Mapping[str, int]]) -> Iterator[Trial]:
+        """Every strategy on one mesh after the other."""
+        whole = self.run_whole()
+        for mesh in (Mesh((("a", size),)) if isinstance(size, int) else Mesh.of(size) for size in num_ranks):
+            for chosen in itertools.product(strategies(self.rule), repeat=len(mesh.axes)):
+                yield self.trial(dict(zip(mesh.names, chosen, strict=True)), mesh, whole)
+
+    def run_plain(self) -> list[Tensor]:
+        """The results of the unsplit call; the operands are left alone."""
+        return self._run(self.op, self.operands, {"self": self._module(Mesh((("a", 1),)), {"a": 0})}, None).results
 
     def _example_results(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """The results of the plain call, for their shapes."""
@@ -224,7 +236,7 @@ class _Call:
     def run_whole(self) -> _Whole:
         """The unsplit call, and the gradients sent back through it."""
         alone = Mesh((("a", 1),))
-        op = localise(self.op, self.rule, {}, alone)
+        op = localise(self.op, self.rule, {}, alone) if self.op.rule is not None else self.op
         env = {"self": self._module(alone, {"a": 0})}
         generator = torch.Generator().manual_seed(self.seed)
         results = self._run(op, self.operands, env, None).results
@@ -289,11 +301,18 @@ class _Call:
 
     def _run(self, op: IROp, operands: Sequence[Tensor], env: Mapping[str, Any], grads: Sequence[Tensor] | None) -> _Outcome:
         """Evaluate a call's source on one rank; with ``grads`` also send these back."""
-        inputs = [x.clone().requires_grad_(value.requires_grad) for x, value in zip(operands, self.op.operands, strict=True)]
+        inputs = [
+            x.to(self.device, copy=True).requires_grad_(value.requires_grad)
+            for x, value in zip(operands, self.op.operands, strict=True)
+        ]
         scope: dict[str, Any] = {**env, **{f"x{i}": x for i, x in enumerate(inputs)}}
         for statement in sorted(imports_of(op)):
             exec(statement, scope)
-        results = _tensors(eval(call_source(op, lambda value: value.name, to_python), scope))
+        with self.within():
+            return self._evaluate(call_source(op, lambda value: value.name, to_python), scope, inputs, grads)
+
+    def _evaluate(self, source: str, scope: dict[str, Any], inputs: list[Tensor], grads: Sequence[Tensor] | None) -> _Outcome:
+        results = _tensors(eval(source, scope))
         wanted = [i for i, x in enumerate(inputs) if x.requires_grad]
         received: list[Tensor | None] = [None] * len(inputs)
         if grads is not None and wanted:
@@ -303,16 +322,20 @@ class _Call:
                     raise DisagreementError(f"result {i} of a rank is {list(y.shape)} where its piece is {list(g.shape)}")
             if sent:
                 found = torch.autograd.grad(
-                    [y for y, _ in sent], [inputs[i] for i in wanted], [g for _, g in sent], allow_unused=True
+                    [y for y, _ in sent],
+                    [inputs[i] for i in wanted],
+                    [g.to(self.device) for _, g in sent],
+                    allow_unused=True,
                 )
                 for i, grad in zip(wanted, found, strict=True):
-                    received[i] = grad.to_dense() if grad is not None and grad.is_sparse else grad
-        return _Outcome([y.detach() for y in results], received, [x.detach() for x in inputs])
+                    dense = grad.to_dense() if grad is not None and grad.is_sparse else grad
+                    received[i] = dense if dense is None else dense.cpu()
+        return _Outcome([y.detach().cpu() for y in results], received, [x.detach().cpu() for x in inputs])
 
     def _module(self, mesh: Mesh, coords: Mapping[str, int]) -> SimpleNamespace:
         """What ``self`` is in the source of a call."""
         rng = RngState(self.seed, "plan_independent", mesh, coords)
-        return SimpleNamespace(training=self.training, device=torch.device("cpu"), rng=rng)
+        return SimpleNamespace(training=self.training, device=torch.device(self.device), rng=rng)
 
 
 @dataclass(frozen=True, slots=True)

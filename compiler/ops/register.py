@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, MethodDescriptorType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,19 +44,25 @@ Emit = Callable[[Mapping[str, str]], str]
 """Writes a call as Python source from the source of its arguments by name."""
 
 InputGen = Callable[[IROp], Sequence[Tensor]]
-"""Makes the tensors of a call for profiling it."""
+"""Makes the tensors of a call: for profiling it, and for the proof of its rule."""
+
+Proof = Literal["compile", "nobody", "tests"]
+"""Who proves the rules of an operator: every compile; nobody, as the user asks; the tests of this package."""
 
 
 @dataclass(frozen=True)
 class UserOpDef(OpDef):
     """An operator that came through :func:`register_op`.
 
-    ``positional``: it takes no arguments by keyword. ``emit`` writes its calls, ``input_gen`` makes inputs to profile them.
+    ``positional``: it takes no arguments by keyword. ``emit`` writes its calls, ``input_gen`` makes inputs to try them with.
+    ``proof``: who proves the rules of its calls. ``function``: what was registered.
     """
 
     positional: bool = False
     emit: Emit | None = None
     input_gen: InputGen | None = None
+    proof: Proof = "compile"
+    function: Any = None
 
     def write(self, args: Mapping[str, str | tuple[str, ...]], by_keyword: Any = ()) -> str:
         """A call as Python source, by the user's own ``emit`` where there is one."""
@@ -80,6 +86,7 @@ def register_op(
     imports: Sequence[str] = (),
     input_gen: InputGen | None = None,
     fake: Callable[..., Any] | None = None,
+    prove: bool = True,
 ) -> Callable[[Function], Function]:
     """Make a function one operator, with a rule.
 
@@ -104,12 +111,19 @@ def register_op(
 
     ``localise(op, rule, local)``: arguments that differ on a rank, such as sizes. ``parallel``: a function that computes the
     operator when further factors are split, with communication of its own. ``nonempty``: the function refuses empty tensors,
-    so that no dim may be split among more ranks than its size. ``input_gen(op)``: tensors for profiling. ``fake``: called
-    instead while tracing, where tensors have shapes but no values; returns empty tensors like the results.
+    so that no dim may be split among more ranks than its size. ``fake``: called instead while tracing, where tensors have
+    shapes but no values; returns empty tensors like the results.
+
+    A compile proves the annotation: it runs every split that the annotation allows on small random tensors, and compares
+    results and gradients with the unsplit call. ``input_gen(op)``: the tensors for that, and for profiling, where random
+    ones do not do; ``op.operands`` have the shapes to make. ``prove=False``: take the annotation on trust, which generated
+    files say.
 
     Raises :class:`AnnotationError` for a bad annotation, or a function generated code cannot import;
-    :class:`ConfigError` for a ``code_impl_pattern`` other than ``"import"``.
+    :class:`ConfigError` for a ``code_impl_pattern`` other than ``"import"``, and a ``prove`` that is not True or False.
     """
+    if not isinstance(prove, bool):
+        raise ConfigError("register_op: prove is True or False", why=f"it is {prove!r}")
     if code_impl_pattern not in (None, "import"):
         raise ConfigError(
             f"register_op: code_impl_pattern={code_impl_pattern!r}",
@@ -136,6 +150,8 @@ def register_op(
             is_torch_function,
             emit,
             input_gen,
+            "compile" if prove else "nobody",
+            function,
         )
         registry.OPS[opdef.name] = opdef
         for known in (registered, function, *_overloads(function)):

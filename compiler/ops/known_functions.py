@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.builder import RuleBuilder, broadcast
-from shardwright.compiler.ops.register import UserOpDef, register_op
+from shardwright.compiler.ops.register import proved_by_tests, register_op
 from shardwright.compiler.ops.rule import OpRule
 
 Annotation = str | Callable[..., str | OpRule]
@@ -47,6 +46,4 @@ def register_known(function: type[torch.autograd.Function]) -> None:
     parameters, annotation = known
     if ", ".join(list(inspect.signature(function.forward).parameters)[1:]) == parameters:
         register_op(annotation, grad_linear=True)(function)
-        opdef = registry.OPS[registry.CALLABLES[function][0]]
-        assert isinstance(opdef, UserOpDef)
-        registry.OPS[opdef.name] = replace(opdef, proof="tests")
+        proved_by_tests(registry.CALLABLES[function][0])

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from shardwright.compiler.ops import registry
-from shardwright.compiler.ops.register import register_op
+from shardwright.compiler.ops.register import proved_by_tests, register_op
 from shardwright.runtime.structure import tensors_of
 
 
@@ -176,6 +176,7 @@ def as_operator(function: Callable[..., Any], loop: KnownLoop) -> Callable[..., 
     flat.__signature__ = signature  # type: ignore[attr-defined]
     imports = (f"import {function.__module__}", "from shardwright.runtime.structure import tensors_of")
     operator = register_op(loop.annotation, path, emit=write, imports=imports, fake=empty)(flat)
+    proved_by_tests(path)
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ from shardwright.compiler.ops.fingerprint import operator_digests
 from shardwright.compiler.ops.proof import prove_operators
 from shardwright.compiler.pass_manager import CompileReport, FunctionPass, PassManager
 from shardwright.compiler.passes.fold import fold_constants
-from shardwright.compiler.search import search_plan, takes_traces
 from shardwright.compiler.trace import trace
 from shardwright.compiler.trace.autocast import no_autocast
 from shardwright.compiler.weights import Tensors, initial_values
@@ -143,9 +143,11 @@ def _make_or_find(
 
 def _compile(order: Order, module: nn.Module, graph: IRGraph, request: Request, manager: PassManager) -> Compiled:
     plan = None
-    if takes_traces(order.policy, order.config):
+    if order.policy.takes_traces(order.config):
+        # Imported for those that search: solvers take longer to import than a small model takes to compile.
+        search = import_module("shardwright.compiler.search")
         with manager.measure("policy"):
-            plan = search_plan(module, order.dummy_args, order.config, module_dtype=order.module_dtype).plan
+            plan = search.search_plan(module, order.dummy_args, order.config, module_dtype=order.module_dtype).plan
     compiled = compile_graph(
         graph,
         order.policy.apply,

@@ -18,13 +18,12 @@ from shardwright.compiler.plan.certified import certified
 from shardwright.compiler.plan.named import split_dim_names
 from shardwright.compiler.plan.plan import Batch, Plan
 from shardwright.compiler.trace import trace
-from shardwright.policies.autodist.batches import BATCH, batch_dims, batches
+from shardwright.policies.autodist.batches import batch_dims, batches
 from shardwright.policies.autodist.found import Found
 from shardwright.policies.autodist.options import AutodistOptions
-from shardwright.policies.autodist.policy import POLICY as AUTODIST
 from shardwright.policies.autodist.policy import check_save, options_of, save, search_variants, settled
 from shardwright.policies.autodist.variants import Variant, Variants
-from shardwright.policies.policy import Policy, read_options
+from shardwright.policies.policy import read_options
 from shardwright.runtime import structure
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
@@ -124,22 +123,6 @@ def search_plan(
     found = asked.settled(asked.run())
     save(asked.options, found.plan)
     return found
-
-
-def takes_traces(policy: Policy, config: ComputeConfig) -> bool:
-    """Whether a compile needs the model traced for several sizes of a microbatch: policy ``autodist`` with a ``global_batch``,
-    and a program for which the number of samples may vary.
-    """
-    if policy is not AUTODIST:
-        return False
-    options = read_options(AutodistOptions, config.pas_config, policy=policy.name)
-    if options.global_batch is None or options.load_plan is not None:
-        return False
-    return any(
-        name == BATCH or options.batch_dims.get(path) == dim
-        for path, dims in config.dim_symbols().items()
-        for dim, name in dims.items()
-    )
 
 
 def resized(dummy_args: Mapping[str, Any], dims: Mapping[str, int], samples: int) -> dict[str, Any]:

@@ -34,6 +34,10 @@ def _no_files(config: ComputeConfig) -> Sequence[Path]:
     return ()
 
 
+def _one_is_enough(config: ComputeConfig) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Policy:
     """A policy under the name it is asked for.
@@ -42,7 +46,8 @@ class Policy:
     ``built_in``: it belongs to shardwright, so that its name and the version say what it does. A user's own may change
     between two calls, and is run again where a built-in one's stored plan would do. ``files``: those that its options name
     and that exist; what is in them is part of what a compile is recognised by. ``reused``: called with the stored plan where
-    that did in the place of ``apply``, for what ``apply`` does besides.
+    that did in the place of ``apply``, for what ``apply`` does besides. ``takes_traces``: whether it needs the model traced
+    for several sizes of a microbatch, which :func:`shardwright.search_plan` does.
     """
 
     name: str
@@ -51,6 +56,7 @@ class Policy:
     built_in: bool = False
     files: Callable[[ComputeConfig], Sequence[Path]] = _no_files
     reused: Callable[[ComputeConfig, Plan], None] = _nothing
+    takes_traces: Callable[[ComputeConfig], bool] = _one_is_enough
 
     def check(self, config: ComputeConfig) -> None:
         """Raise a :class:`ConfigError` if ``pas_config`` is not what the policy takes."""

@@ -14,7 +14,7 @@ from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.certified import certified
 from shardwright.compiler.plan.plan import Certificate, Plan
 from shardwright.compiler.schedule.generate import SCHEDULES
-from shardwright.policies.autodist.batches import own_batch
+from shardwright.policies.autodist.batches import BATCH, own_batch
 from shardwright.policies.autodist.candidates import divisors, meshes, stage_sizes
 from shardwright.policies.autodist.clock import Clock
 from shardwright.policies.autodist.collector import only_new_objects
@@ -303,4 +303,18 @@ def files(config: ComputeConfig) -> list[Path]:
     return [path for path in named if path is not None and path.is_file()]
 
 
-POLICY = Policy("autodist", apply, AutodistOptions, built_in=True, files=files, reused=reused)
+def takes_traces(config: ComputeConfig) -> bool:
+    """Whether the model is to be traced for several sizes of a microbatch: there is a ``global_batch``, and a program for
+    which the number of samples may vary.
+    """
+    options = read_options(AutodistOptions, config.pas_config, policy="autodist")
+    if options.global_batch is None or options.load_plan is not None:
+        return False
+    return any(
+        name == BATCH or options.batch_dims.get(path) == dim
+        for path, dims in config.dim_symbols().items()
+        for dim, name in dims.items()
+    )
+
+
+POLICY = Policy("autodist", apply, AutodistOptions, built_in=True, files=files, reused=reused, takes_traces=takes_traces)

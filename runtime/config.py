@@ -25,6 +25,10 @@ AUTO = "auto"
 """``use_zero="auto"``: the plan says the stage of ZeRO."""
 
 
+CHECK_RANKS_EVERY = 100
+"""In how many steps ranks compare once what must be the same on all of them."""
+
+
 class ReuseType(Enum):
     """What :func:`shardwright.parallelize` does with files it finds from an earlier call.
 
@@ -82,6 +86,9 @@ class ComputeConfig:
     **Randomness.** ``rng="fast"`` draws where the data is; ``"plan_independent"`` draws the same dropout masks under
     every plan. ``seed`` starts the generators.
 
+    **Checks.** Ranks compare what must be the same, at first and then every ``check_ranks_every`` times: within a unit the
+    arguments of a call, everywhere the number of steps and the options of the optimizer. 0 leaves the first comparison.
+
     ``pas_config`` goes to the policy, which checks its names. ``user_config`` is the user's own; it is part of what a
     compile is recognised by. Both must be made of JSON values.
     """
@@ -105,11 +112,13 @@ class ComputeConfig:
     rng: str = "fast"
     seed: int = 0
     distributed_optimizer: DistributedOptimizerConfig | Mapping[str, Any] | None = None
+    check_ranks_every: int = CHECK_RANKS_EVERY
 
     def __post_init__(self) -> None:
         for name in ("plan_ngpus", "runtime_ngpus", "zero_ngroups"):
             _check_count(name, getattr(self, name), at_least=1)
         _check_count("seed", self.seed, at_least=0)
+        _check_count("check_ranks_every", self.check_ranks_every, at_least=0)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is True or False", why=f"it is {getattr(self, name)!r}")

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.runtime.autocast import as_compiled
+from shardwright.runtime.config import CHECK_RANKS_EVERY
 from shardwright.runtime.errors import DistributedError, InputError, UsageError, format_error
 from shardwright.runtime.gathered_weights import WeightGathering
 from shardwright.runtime.layout import ZERO, Cut, Layout
@@ -45,8 +46,8 @@ from shardwright.runtime.module.call_checks import (
     DeclaredParameter,
     StepsWithoutSums,
     check_devices,
-    check_reduced,
     check_parameters,
+    check_reduced,
     compare_inputs,
     is_summed,
 )
@@ -63,6 +64,7 @@ from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.failures import names_parameters
 from shardwright.runtime.ranks.groups import AxisGroup, RankMesh
 from shardwright.runtime.ranks.world import World, current_world
+from shardwright.runtime.training.agreement import Every
 from shardwright.runtime.training.clipping import PART, PartOfModel, watch_clipping
 from shardwright.runtime.training.foreign_steps import watch_steps
 from shardwright.runtime.training.gradnorm import counts_here
@@ -103,7 +105,7 @@ class ParallelModule(CompiledModule):
     _parameters_declared: list[DeclaredParameter]
     _steps_without_sums: StepsWithoutSums
     _input_table: InputTable
-    _inputs_compared: bool
+    _inputs_due: Every
     _in_step: bool = False
     _are_replaced: bool = False  # others may lie in the place of the parameters, for a good reason
     _unit: Communicator
@@ -121,7 +123,8 @@ class ParallelModule(CompiledModule):
         self.rng = RngState(self.seed, self.rng_mode, self.mesh, self.ranks.coords, self.ranks.unit)
         self._device = world.device
         self._input_table = InputTable(type(self).__name__, self.inputs)
-        self._inputs_compared = False
+        interval = CHECK_RANKS_EVERY if self.compute_config is None else self.compute_config.check_ranks_every
+        self._inputs_due = Every(interval)
         self._declarations = {}
         self._places = {}
         self._parameters_declared = []
@@ -349,7 +352,7 @@ class ParallelModule(CompiledModule):
         name (or their leaves, by path); ``absent``: the others, which must be ``ABSENT``.
 
         Shapes, dtypes, devices, literals and ``requires_grad`` of the parameters are checked at every call. At the first
-        call the ranks of the unit compare the values, by checksums.
+        call, and then every ``ComputeConfig.check_ranks_every`` calls, the ranks of the unit compare the values, by checksums.
 
         Raises :class:`InputError`.
         """
@@ -365,8 +368,7 @@ class ParallelModule(CompiledModule):
             check_parameters(self, self.own_parameters())
             if self.reducer is None:
                 self._steps_without_sums.check(self)
-        if not self._inputs_compared:
-            self._inputs_compared = True
+        if self._inputs_due.is_due():
             compare_inputs(type(self).__name__, tensors, self._unit, self.ranks.num_units)
         if self.training:
             self.rng.next_microbatch()

@@ -18,7 +18,6 @@ from shardwright.runtime.pipeline.body import Sizes
 from shardwright.runtime.pipeline.executor import Leaves
 from shardwright.runtime.ranks.checksum import checksum
 from shardwright.runtime.ranks.communicator import Communicator
-from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.structure import flatten
 
 UNKNOWN = -1
@@ -52,23 +51,27 @@ class SampleTable:
             checked.append(InputTable(self._owner, table, method).check(arguments, {}))
         return checked
 
-    def compare(self, samples: Sequence[Leaves], ranks: RankMesh, method: str) -> None:
-        """Refuse samples of which ranks of a unit were given different versions. Collective over all ``ranks``."""
-        sums = [{path: int(checksum(x)) for path, x in tensors.items()} for tensors in samples]
-        everyone = ranks.world.all_gather_object(sums)
-        size = ranks.mesh.size
-        units = [range(first, first + size) for first in range(0, len(everyone), size)]
-        for unit, microbatch, path in itertools.product(units, range(len(samples)), self._inputs):
+    def compare(self, samples: Sequence[Leaves], unit: Communicator, num_units: int, device: torch.device, method: str) -> None:
+        """Refuse samples of which ranks of a unit were given different versions. Collective over ``unit``."""
+        paths = list(self._inputs)
+        mine = torch.zeros(len(samples), len(paths), 2, dtype=torch.int64, device=device)  # whether there is one, and its sum
+        for number, tensors in enumerate(samples):
+            for path, x in tensors.items():
+                mine[number, paths.index(path), 0] = 1
+                mine[number, paths.index(path), 1] = checksum(x)
+        everyone = [found.tolist() for found in unit.all_gather(mine, phase="setup")] if unit.size > 1 else []
+        for (number, _), (index, path) in itertools.product(enumerate(samples), enumerate(paths)):
             alike: dict[int, list[int]] = {}
-            for rank in unit:
-                if path in everyone[rank][microbatch]:
-                    alike.setdefault(everyone[rank][microbatch][path], []).append(rank)
+            for rank, found in zip(unit.ranks, everyone, strict=False):
+                is_given, total = found[number][index]
+                if is_given:
+                    alike.setdefault(total, []).append(rank)
             if len(alike) > 1:
                 raise InputError(
-                    f"{self._owner}.{method}: {path!r} of sample {microbatch} differs between the ranks of a unit",
+                    f"{self._owner}.{method}: {path!r} of sample {number} differs between the ranks of a unit",
                     why="these ranks agree with each other: " + "; ".join(", ".join(map(str, r)) for r in alike.values()),
-                    hint=f"give the {size} ranks of a unit the same samples: shard the data over "
-                    f"{ranks.num_units} unit(s), by rank // {size}",
+                    hint=f"give the {unit.size} ranks of a unit the same samples: shard the data over "
+                    f"{num_units} unit(s), by rank // {unit.size}",
                 )
 
     def agreed_sizes(self, samples: Sequence[Leaves], unit: Communicator, device: torch.device, method: str) -> list[Sizes]:

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from shardwright.runtime.errors import UsageError

@@ -31,6 +31,9 @@ from shardwright.runtime.training.all_gradients import AllGradients, gradients_o
 
 Tensors = Tensor | Iterable[Tensor]
 
+Found = tuple[AllGradients, str | None] | None
+"""The gradients that a tensor belongs to, and its name there; ``None`` for one that is this rank's own."""
+
 
 def watch_clipping() -> None:
     """Let torch's functions that clip gradients look at whose gradients they are. A second call does nothing."""
@@ -50,11 +53,11 @@ def clip_by_norm(holders: list[Tensor], max_norm: float, norm: Tensor, foreach: 
 class _Given:
     """What a function was given: names of gradients that lie on many ranks, and tensors that are this rank's own."""
 
-    def __init__(self, tensors: Tensors, names_of: Callable[[list[Tensor]], list[tuple[AllGradients, str | None] | None]]) -> None:
+    def __init__(self, tensors: Tensors, found_of: Callable[[list[Tensor]], list[Found]]) -> None:
         self.all = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         self.ordinary: list[Tensor] = []
         self.parallel: dict[AllGradients, set[str]] = {}
-        for tensor, found in zip(self.all, names_of(self.all), strict=True):
+        for tensor, found in zip(self.all, found_of(self.all), strict=True):
             if found is None:
                 self.ordinary.append(tensor)
             else:
@@ -77,8 +80,8 @@ class _Given:
         return [tensor for gradients, names in self.parallel.items() for tensor in gradients.holders(names)]
 
 
-def _by_parameters(tensors: list[Tensor]) -> list[tuple[AllGradients, str | None] | None]:
-    found: list[tuple[AllGradients, str | None] | None] = []
+def _by_parameters(tensors: list[Tensor]) -> list[Found]:
+    found: list[Found] = []
     for tensor in tensors:
         gradients = gradients_of(tensor)
         if gradients is None and tensor.requires_grad and hasattr(tensor, PART):
@@ -87,12 +90,12 @@ def _by_parameters(tensors: list[Tensor]) -> list[tuple[AllGradients, str | None
     return found
 
 
-def _by_gradients(tensors: list[Tensor]) -> list[tuple[AllGradients, str | None] | None]:
+def _by_gradients(tensors: list[Tensor]) -> list[Found]:
     live = live_gradients()
     if not tensors and any(item.reducer.is_synced and not item.leaves_gradients and not item.is_empty for item in live):
         _refuse_scattered()
     names = [(item, item.names_of_gradients()) for item in live]
-    found: list[tuple[AllGradients, str | None] | None] = []
+    found: list[Found] = []
     for tensor in tensors:
         if gradients_of(tensor) is not None or hasattr(tensor, PART):
             _refuse_values()
@@ -130,9 +133,7 @@ def _get_total_norm(
     return _total(given, given.ordinary, norm_type, error_if_nonfinite, foreach)
 
 
-def _clip_grads_with_norm_(
-    parameters: Tensors, max_norm: float, total_norm: Tensor, foreach: bool | None = None
-) -> None:
+def _clip_grads_with_norm_(parameters: Tensors, max_norm: float, total_norm: Tensor, foreach: bool | None = None) -> None:
     given = _Given(parameters, _by_parameters)
     given.sync()
     clip_by_norm([*given.holders, *given.ordinary], max_norm, total_norm, foreach)

@@ -38,7 +38,8 @@ def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, A
             if mark is None or not mark.needs_sum or parameter.grad is None or is_reduced(parameter.grad):
                 continue
             raise UsageError(
-                f"{type(optimizer).__name__}.step() would follow gradients of {mark.owner} that nobody has summed over the ranks",
+                f"{type(optimizer).__name__}.step() would follow gradients of {mark.owner} that nobody has summed over "
+                "the ranks",
                 why=f"that of {mark.name!r} is the sum of what several ranks compute, and build_optimizer has not made this "
                 "optimizer",
                 hint=f"optimizer = shardwright.build_optimizer(model, torch.optim.{type(optimizer).__name__}, lr=...)",

@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.config import CHECK_RANKS_EVERY, ComputeConfig
 from shardwright.runtime.dealing import in_use_order
 from shardwright.runtime.errors import ConfigError, UsageError
 from shardwright.runtime.layout import ZERO, Layout, Mesh
@@ -17,6 +17,7 @@ from shardwright.runtime.ranks.checksum import differing
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.groups import RankMesh
 from shardwright.runtime.ranks.world import current_world
+from shardwright.runtime.training.agreement import TrainingAgreement
 from shardwright.runtime.training.all_gradients import AllGradients
 from shardwright.runtime.training.bucket import Bucket, DtypeRule, GradientSum, hold_gradients_in, pack
 from shardwright.runtime.training.clipping import watch_clipping
@@ -45,6 +46,7 @@ class TrainedModel:
     """
 
     gradients: AllGradients  # once there is a reducer
+    agreement: TrainingAgreement
 
     def __init__(self, module: nn.Module, config: ComputeConfig | None) -> None:
         watch_clipping()
@@ -149,6 +151,9 @@ class TrainedModel:
             frees_gradients=sharded and settings.frees_gradients,
             cause=settings.early_cause if sharded else "use_async_reducer",
         )
+        random = [part.rng for part in self.parallel_modules]
+        interval = CHECK_RANKS_EVERY if self._config is None else self._config.check_ranks_every
+        reducer.agreement = self.agreement = TrainingAgreement(self.world, random, interval)
         self.gradients = AllGradients(self.world, reducer, is_staged=any(part.is_staged for part in self.parallel_modules))
         for item in self.sums:
             setattr(item.parameter, _REDUCER, reducer)

@@ -76,6 +76,7 @@ class ParallelOptimizer(Optimizer):
         for shard in self.shards:
             shard.settle()
         self._reducer.reopen()
+        self._model.agreement.note_step()
         for module in self._model.parallel_modules:
             module.finish_step()
         return result
@@ -338,6 +339,7 @@ def build_optimizer(
             group["param_shards"] = [ranges.get(name) for name in group["param_names"]]
     for shard in shards:
         shard.settle()
+    model.agreement.watch(parallel)
     model.gradients.kept_by(
         parallel, [*((s.name, s.tensor) for s in shards), *((whole.name, whole.tensor) for whole in exchange.members)]
     )

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwright.runtime.errors import UsageError
+from shardwright.runtime.training.agreement import TrainingAgreement
 from shardwright.runtime.training.bucket import Bucket, Named
 
 ReducerHook = Callable[["Reducer", Tensor], Any]
@@ -35,7 +36,8 @@ class Reducer:
     ``buckets``: in the order in which backward is expected to fill them. ``divisor``: the number of units where gradients are
     averaged over them, else 1. ``asynchronous``: buckets are summed while backward runs. ``frees_gradients``: they are summed
     in backward in any case, and freed then. ``cause``: the setting that one of these comes from, for messages.
-    ``num_rounds``: how often gradients have been asked for anew, after a step or when they were cleared.
+    ``num_rounds``: how often gradients have been asked for anew, after a step or when they were cleared. ``agreement``
+    compares now and then, after a sum, how the ranks train.
     """
 
     def __init__(
@@ -56,6 +58,8 @@ class Reducer:
         self.num_rounds = 0
         self._next = 0  # the first bucket that has not started
         self._holding = False
+        self._is_cleared = True
+        self.agreement: TrainingAgreement | None = None
         self._pre_hooks: Hooks = OrderedDict()
         self._post_hooks: Hooks = OrderedDict()
         self._handles = [
@@ -106,6 +110,10 @@ class Reducer:
             if bucket.started:
                 bucket.finish(self.divisor, self._after)
         self.is_synced = True
+        # A rank without parameters has no buckets that start; it takes part once after each time they are cleared.
+        if self.agreement is not None and (any(b.started for b in self.buckets) or (not self.buckets and self._is_cleared)):
+            self.agreement.check()
+        self._is_cleared = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -130,6 +138,7 @@ class Reducer:
     def clear(self, set_to_none: bool = True) -> None:
         """Forget all gradients: the next backward begins anew."""
         self.reopen()
+        self._is_cleared = True
         for bucket in self.buckets:
             bucket.clear(set_to_none)
 

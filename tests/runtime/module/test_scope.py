@@ -62,7 +62,7 @@ def test_no_other_tensors_are_taken_in(what: str) -> None:
         CHANGES[what](tree())
     title, why, hint = str(error.value).split("\n")
     assert title.endswith(f" cannot be given a {what}")
-    assert title.startswith("submodule 'layers") or title.startswith("the parallel module Scope ")
+    assert title.startswith(("submodule 'layers", "the parallel module Scope "))
     assert why == (
         "  why:   a parallel module has the parameters and buffers that its program was made for, each rank its pieces"
     )

@@ -66,9 +66,7 @@ def test_wrappers_that_train_on_many_ranks_in_their_own_way(tmp_path, group, nam
         WRAPPERS[name](Around(module) if is_inside else module)
     what, why, hint = str(error.value).split("\n")
     assert what == f"{name} cannot wrap MLP: it is or contains a parallel module"
-    assert why == (
-        "  why:   every rank has pieces of its own there, and the wrapper would treat them as copies of one tensor"
-    )
+    assert why == ("  why:   every rank has pieces of its own there, and the wrapper would treat them as copies of one tensor")
     assert "shardwright.build_optimizer(model, torch.optim.AdamW, ...)" in hint
 
 

@@ -1,0 +1,183 @@
+"""Checks, every so many steps, that ranks agree on what has to be the same on all of them.
+
+Nothing stops a script from setting another learning rate on one rank, from stepping twice there, or from giving it another
+batch. The collectives still meet, and the numbers are wrong. So ranks compare, in the first step and then in every
+``ComputeConfig.check_ranks_every``-th one:
+
+- the ranks of a unit: the arguments of the call (:mod:`shardwright.runtime.module.call_checks`);
+- all ranks: how many steps they have taken, and the options of their optimizer, which schedulers change.
+
+[Note: When ranks compare]
+A comparison is a collective, so all ranks must come to it at the same place among their collectives, also where they do not
+agree on anything else. So steps are not counted to find that place, since a rank may have taken one more. Counted is what
+ranks can only do together: calls of the module in a unit, and sums of gradients in the world.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwright.runtime.errors import UsageError
+from shardwright.runtime.ops.random import RngState
+from shardwright.runtime.ranks.world import World
+
+
+class Every:
+    """Counts calls, and tells which of them are due: the first one, and each one that is ``interval`` after it; with 0 none
+    but the first.
+    """
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._num_calls = 0
+
+    def is_due(self) -> bool:
+        """Count a call."""
+        number = self._num_calls
+        self._num_calls += 1
+        return number == 0 or (self._interval > 0 and number % self._interval == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Standing:
+    """Where a rank stands in its training. ``parts`` tells which ranks have the same parameters."""
+
+    num_steps: int
+    step: int
+    parts: int
+    defaults: Mapping[str, str]
+    groups: Sequence[Mapping[str, str]]
+
+    def to_json(self) -> list[Any]:
+        return [self.num_steps, self.step, self.parts, self.defaults, self.groups]
+
+    def digest(self) -> list[int]:
+        """Numbers that are the same on two ranks where everything else is."""
+        return [self.num_steps, self.step, self.parts, _crc(self.defaults), len(self.groups), _crc(self.groups)]
+
+
+class TrainingAgreement:
+    """Compares how all ranks train one model. ``random``: the random numbers of its compiled parts."""
+
+    def __init__(self, world: World, random: Sequence[RngState], interval: int) -> None:
+        self._world = world
+        self._random = random
+        self._every = Every(interval)
+        self._optimizer: weakref.ref[Optimizer] | None = None
+        self._num_steps = 0
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """From now on compare the options of ``optimizer``, too."""
+        self._optimizer = weakref.ref(optimizer)
+
+    def note_step(self) -> None:
+        """The optimizer has taken a step."""
+        self._num_steps += 1
+
+    def check(self) -> None:
+        """Count a sum of gradients, and compare if it is time. Collective.
+
+        Raises :class:`UsageError` on all ranks, naming what differs, and on which ranks.
+        """
+        if self._world.size == 1 or not self._every.is_due():
+            return
+        mine = self._standing()
+        digests = self._world.everyone.all_gather(torch.tensor(mine.digest(), device=self._world.device), phase="setup")
+        if all(self._alike(torch.stack(digests))):
+            return
+        self._refuse([_Standing(*found) for found in self._world.all_gather_object(mine.to_json())])
+
+    def _standing(self) -> _Standing:
+        optimizer = None if self._optimizer is None else self._optimizer()
+        defaults = {} if optimizer is None else _options(optimizer.defaults)
+        groups = [] if optimizer is None else [_options(group) for group in optimizer.param_groups]
+        names = [] if optimizer is None else [group.get("param_names", ()) for group in optimizer.param_groups]
+        step = self._random[0].step if self._random else 0
+        return _Standing(self._num_steps, step, _crc(names), defaults, groups)
+
+    def _alike(self, digests: Tensor) -> list[bool]:
+        """Whether ranks agree on each thing. ``digests``: [ranks, things]."""
+        num_steps, step, parts, defaults, num_groups, groups = digests.T.tolist()
+        by_part: dict[int, set[int]] = {}
+        for part, group in zip(parts, groups, strict=True):
+            by_part.setdefault(0 if set(num_groups) == {1} else part, set()).add(group)
+        options = [len(found) == 1 for found in by_part.values()]
+        return [len(set(values)) == 1 for values in (num_steps, step, defaults)] + options
+
+    def _refuse(self, standings: Sequence[_Standing]) -> None:
+        everyone = range(len(standings))
+        _compare(
+            "the number of steps that the optimizer has taken",
+            {rank: str(standings[rank].num_steps) for rank in everyone},
+            "call optimizer.step() equally often on all ranks: what one rank skips, all of them must skip",
+        )
+        _compare(
+            "the step at which training stands",
+            {rank: str(standings[rank].step) for rank in everyone},
+            "load the same checkpoint on all ranks",
+        )
+        for name in sorted({name for standing in standings for name in standing.defaults}):
+            _compare(
+                f"{name!r}, which the optimizer was made with",
+                {rank: standings[rank].defaults.get(name, "no such option") for rank in everyone},
+                "call build_optimizer with the same options on all ranks",
+            )
+        is_single = all(len(standing.groups) == 1 for standing in standings)
+        for part in sorted({standing.parts for standing in standings}):
+            ranks = [rank for rank in everyone if is_single or standings[rank].parts == part]
+            for index in range(max(len(standings[rank].groups) for rank in ranks)):
+                groups = {rank: _at(standings[rank].groups, index) for rank in ranks}
+                for name in sorted({name for group in groups.values() for name in group}):
+                    _compare(
+                        f"{name!r} of parameter group {index}",
+                        {rank: group.get(name, "no such option") for rank, group in groups.items()},
+                        "set options and step schedulers alike on all ranks; what follows from a loss or a metric must "
+                        "follow from that of all ranks",
+                    )
+        raise AssertionError(f"these ranks agree, and their digests do not: {standings}")
+
+
+def _at(groups: Sequence[Mapping[str, str]], index: int) -> Mapping[str, str]:
+    return groups[index] if index < len(groups) else {}
+
+
+def _compare(what: str, values: Mapping[int, str], hint: str) -> None:
+    alike: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        alike.setdefault(value, []).append(rank)
+    if len(alike) > 1:
+        found = "; ".join(
+            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {value}" for value, ranks in alike.items()
+        )
+        raise UsageError(f"the ranks do not agree on {what}", why=found, hint=hint)
+
+
+_NOT_OPTIONS = frozenset({"params", "param_names", "param_shards"})
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, str]:
+    """The options that are numbers, texts, or lists of them, as texts."""
+    plain = {name: _text(value) for name, value in group.items() if name not in _NOT_OPTIONS}
+    return {name: text for name, text in plain.items() if text is not None}
+
+
+def _text(value: Any) -> str | None:
+    if isinstance(value, Tensor):
+        value = value.item() if value.numel() == 1 else None
+    if isinstance(value, list | tuple):
+        texts = [_text(item) for item in value]
+        return None if None in texts else f"({', '.join(map(str, texts))})"
+    return repr(value) if isinstance(value, bool | int | float | str) else None
+
+
+def _crc(value: Any) -> int:
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())

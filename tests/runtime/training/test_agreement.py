@@ -1,0 +1,145 @@
+"""What has to be the same on all ranks is compared now and then: one rank that goes its own way is named."""
+
+import pytest
+import torch
+from mlp_files import make_batch, make_model, write_files
+from pipeline_training import samples_of, write
+from pipelines import make_pipe
+
+from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import ConfigError, InputError, UsageError
+from shardwright.runtime.loader import load_class
+from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.ranks.world import count_communication
+from shardwright.runtime.training.agreement import Every
+from shardwright.runtime.training.optimizer import build_optimizer
+
+EVERY = 3
+
+
+def files(folder, every=EVERY):
+    return write_files(
+        folder / "mlp", make_model(), 1, 2, config={"plan_ngpus": 2, "runtime_ngpus": 4, "check_ranks_every": every}
+    )
+
+
+def train(directory, steps, act=None, lr=lambda rank: 0.01, batch=lambda rank, step: make_batch(step)):
+    """Train on two units of tp=2; ``act(rank, step, module, optimizer)`` after each step. Returns how far each rank came."""
+
+    def on_rank(rank):
+        module = load_class(directory)()
+        optimizer = build_optimizer(module, torch.optim.SGD, lr=lr(rank), momentum=0.9)
+        volumes = []
+        for step in range(steps):
+            optimizer.zero_grad()
+            with count_communication() as volume:
+                module(*batch(rank, step)).backward()
+                optimizer.step()
+            volumes.append(volume.elements(phase="setup"))
+            if act is not None:
+                act(rank, step, module, optimizer)
+        return volumes
+
+    return run_ranks(4, on_rank)
+
+
+def set_rate(optimizer, rank, step):
+    if rank == 2 and step == 4:
+        optimizer.param_groups[0]["lr"] = 0.005
+
+
+def skip_ahead(module):
+    module.rng.step += 7
+
+
+DIVERGING = {
+    "another learning rate from the start": (
+        0,
+        {"lr": lambda rank: 0.02 if rank == 1 else 0.01},
+        "the ranks do not agree on 'lr', which the optimizer was made with\n"
+        "  why:   ranks 0, 2, 3: 0.01; rank 1: 0.02\n"
+        "  try:   call build_optimizer with the same options on all ranks",
+    ),
+    "another learning rate later": (
+        6,
+        {"act": lambda rank, step, module, optimizer: set_rate(optimizer, rank, step)},
+        "the ranks do not agree on 'lr' of parameter group 0\n"
+        "  why:   ranks 0, 1, 3: 0.01; rank 2: 0.005\n"
+        "  try:   set options and step schedulers alike on all ranks; what follows from a loss or a metric must follow from "
+        "that of all ranks",
+    ),
+    "a step more": (
+        3,
+        {"act": lambda rank, step, module, optimizer: optimizer.step() if (rank, step) == (3, 1) else None},
+        "the ranks do not agree on the number of steps that the optimizer has taken\n"
+        "  why:   ranks 0, 1, 2: 3; rank 3: 4\n"
+        "  try:   call optimizer.step() equally often on all ranks: what one rank skips, all of them must skip",
+    ),
+    "another checkpoint": (
+        3,
+        {"act": lambda rank, step, module, optimizer: skip_ahead(module) if (rank, step) == (0, 0) else None},
+        "the ranks do not agree on the step at which training stands\n"
+        "  why:   rank 0: 10; ranks 1, 2, 3: 3\n"
+        "  try:   load the same checkpoint on all ranks",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIVERGING)
+def test_a_rank_that_trains_otherwise_is_named(tmp_path, name):
+    step, options, text = DIVERGING[name]
+    directory = files(tmp_path)
+    if step:
+        train(directory, step, **options)  # so long nobody looks
+    with pytest.raises(UsageError) as error:
+        train(directory, step + 1, **options)
+    assert str(error.value) == text
+
+
+def test_other_inputs_than_the_rest_of_the_unit(tmp_path):
+    """A rank whose data has shifted by one batch; that of another unit may be any."""
+    directory = files(tmp_path)
+    train(directory, 6, batch=lambda rank, step: make_batch(step + 10 * (rank // 2)))
+    with pytest.raises(InputError) as error:
+        train(directory, 4, batch=lambda rank, step: make_batch(step + (rank == 3 and step > 0)))
+    assert str(error.value).startswith(
+        "MLP.forward: argument 'x' is not the same on all ranks of a unit\n"
+        "  why:   these ranks agree with each other: 2; 3\n"
+    )
+
+
+@pytest.mark.parametrize(("every", "due"), [(EVERY, [0, 3, 6]), (0, [0]), (1, list(range(7)))])
+def test_in_between_nothing_is_sent(tmp_path, every, due):
+    for volumes in train(files(tmp_path, every), 7):
+        assert [step for step, elements in enumerate(volumes) if elements] == due
+    counted = Every(every)
+    assert [number for number in range(7) if counted.is_due()] == due
+
+
+def test_stages_of_a_pipeline(tmp_path):
+    """Ranks have other parameters, and one of them none of the samples: what they have in common is compared."""
+    config = {"plan_ngpus": 2, "runtime_ngpus": 4}
+    directory = write(tmp_path / "files", make_pipe("1f1b", 2, 2))
+
+    def on_rank(rank, diverges):
+        module = load_class(directory)()
+        module._inputs_due = Every(2)
+        optimizer = build_optimizer(module, torch.optim.SGD, config, lr=0.01)
+        optimizer._model.agreement._every = Every(2)
+        for step in range(4):
+            if diverges == "lr" and rank == 2 and step == 1:
+                optimizer.param_groups[0]["lr"] = 0.5
+            shift = 7 if diverges == "samples" and rank == 3 and step == 2 else 0
+            module.train_step(samples_of(step + shift, module.ranks.unit, 2))
+            optimizer.step()
+
+    run_ranks(4, on_rank, None)
+    with pytest.raises(UsageError, match="'lr' of parameter group 0\n  why:   ranks 0, 1, 3: 0.01; rank 2: 0.5\n"):
+        run_ranks(4, on_rank, "lr")
+    with pytest.raises(InputError, match="of sample 0 differs between the ranks of a unit\n.*agree with each other: 2; 3\n"):
+        run_ranks(4, on_rank, "samples")
+
+
+def test_how_often_is_a_number():
+    with pytest.raises(ConfigError, match="check_ranks_every is a whole number of at least 0\n  why:   it is -1"):
+        ComputeConfig(plan_ngpus=1, runtime_ngpus=1, check_ranks_every=-1)

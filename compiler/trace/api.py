@@ -9,7 +9,7 @@ import torch
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.trace.arguments import bind_arguments
-from shardwright.compiler.trace.checks import check_hooks, warn_mixed_training, warn_state_hooks
+from shardwright.compiler.trace.checks import check_hooks, warn_mixed_training, warn_state_hooks, watched_hooks
 from shardwright.compiler.trace.run import run_once
 from shardwright.compiler.trace.train_eval import merge
 
@@ -34,7 +34,8 @@ def trace(
     check_hooks(module)
     warn_mixed_training(module)
     name, dims = name or type(module).__name__, dynamic_dims or {}
-    train = run_once(module, arguments, dims, name, training=True)
+    with watched_hooks(module):
+        train = run_once(module, arguments, dims, name, training=True)
     warn_state_hooks(module)
     if not train.reads_training:
         return train.graph.live()

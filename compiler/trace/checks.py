@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.nn.modules import module as module_state
@@ -43,6 +46,50 @@ def warn_state_hooks(module: torch.nn.Module) -> None:
         else:
             continue
         warnings.warn(f"{lost}: a compiled module saves and loads tensors only, under their names; {remedy}", stacklevel=3)
+
+
+@contextmanager
+def watched_hooks(module: torch.nn.Module) -> Iterator[None]:
+    """Trace inside the block, and be warned of forward hooks that return nothing: what they store or print is not traced.
+
+    What a hook returns is a part of the graph. Hooks of torch's own, which make weights, are left out.
+    """
+    silent: dict[str, None] = {}
+    replaced = []
+    for path, submodule in module.named_modules():
+        where = f"{path or '(root)'} ({type(submodule).__name__})"
+        for table in (submodule._forward_pre_hooks, submodule._forward_hooks):
+            for key, hook in table.items():
+                if not _is_torchs(hook):
+                    replaced.append((table, key, hook))
+                    table[key] = _watched(hook, where, silent)
+    try:
+        yield
+    finally:
+        for table, key, hook in replaced:
+            table[key] = hook
+    for where in silent:
+        warnings.warn(
+            f"a forward hook of {where} returns nothing, so it ran for the trace and will not run again: what it stores or "
+            "prints is not part of the program; let forward return what you want to look at",
+            stacklevel=4,
+        )
+
+
+def _watched(hook: Callable[..., Any], where: str, silent: dict[str, None]) -> Callable[..., Any]:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        result = hook(*args, **kwargs)
+        if result is None:
+            silent[where] = None
+        return result
+
+    return watched
+
+
+def _is_torchs(hook: object) -> bool:
+    function = getattr(hook, "__func__", hook)
+    home = getattr(function, "__module__", None) or type(hook).__module__
+    return home == "torch" or home.startswith("torch.")
 
 
 def warn_mixed_training(module: torch.nn.Module) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -248,11 +250,25 @@ def test_composites_are_opened() -> None:
     assert not any("multi_head" in target for target in targets)
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_hooks_of_modules_are_part_of_the_graph() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
     model[0].register_forward_hook(lambda module, args, output: output * 2)
     model[1].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
     assert [op.target for op in traced(model, {"input": X}).ops] == ["linear", "mul", "add", "tanh"]
+    seen: list[Any] = []
+    handle = model[1].register_forward_hook(lambda module, args, output: seen.append(output))
+    hooks = dict(model[1]._forward_hooks)
+    with pytest.warns(
+        UserWarning, match=r"^a forward hook of 1 \(Tanh\) returns nothing, so it ran for the trace and will not"
+    ):
+        traced(model, {"input": X})
+    assert seen and model[1]._forward_hooks == hooks
+    handle.remove()
+    torch.nn.utils.weight_norm(model[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        traced(model, {"input": X})
 
 
 def test_devices_are_the_ranks_own() -> None:

@@ -103,8 +103,7 @@ def test_other_inputs_than_the_rest_of_the_unit(tmp_path):
     with pytest.raises(InputError) as error:
         train(directory, 4, batch=lambda rank, step: make_batch(step + (rank == 3 and step > 0)))
     assert str(error.value).startswith(
-        "MLP.forward: argument 'x' is not the same on all ranks of a unit\n"
-        "  why:   these ranks agree with each other: 2; 3\n"
+        "MLP.forward: argument 'x' is not the same on all ranks of a unit\n  why:   these ranks agree with each other: 2; 3\n"
     )
 
 

@@ -268,7 +268,7 @@ def test_hooks_of_modules_are_part_of_the_graph() -> None:
     torch.nn.utils.weight_norm(model[0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        traced(model, {"input": X})
+        trace(model, {"input": X})
 
 
 def test_devices_are_the_ranks_own() -> None:

@@ -26,7 +26,7 @@ Answer = TypeVar("Answer")
 
 _numbers = itertools.count()
 _LOOK_S = 0.5
-"""How long a rank waits before it looks how the one that it waits for is, and between two such looks."""
+"""How long a rank waits before it looks how the one that it waits for is, and between two such looks, at most."""
 CONFIRM_S = 30.0
 """How long rank 0 waits at most for ranks to read of an error."""
 
@@ -166,7 +166,7 @@ class StoreExchange:
         # Asking again and again: the store's own wait has a timeout, which torch logs, and does not see Ctrl-C.
         wait, looked_s, process = Wait(f"rank {self.rank} waits for rank {src}: {self.what}"), 0.0, None
         while not self._ask(lambda: self._store.check([key]), wait):
-            if wait.waited_s >= looked_s + _LOOK_S:
+            if wait.waited_s >= looked_s + min(_LOOK_S, wait.limit_s / 8):
                 looked_s = wait.waited_s
                 sign, process = self._ask(lambda: self._look(src), wait)
                 wait.heard(sign)

@@ -29,6 +29,8 @@ from shardwright.runtime.ranks import failures
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.exchange import StoreExchange
 
+SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
+
 DEADLINE_S = 900.0
 """What must end ends by then, however slow the machine is."""
 

@@ -1,0 +1,138 @@
+"""What is said of a collective that fails."""
+
+import faults
+import pytest
+import torch
+from faults import Fault, Job
+
+from shardwright.runtime.errors import CollectiveError
+from shardwright.runtime.ranks.communicator import Communicator
+from shardwright.runtime.ranks.counters import CommunicationCounters
+from shardwright.runtime.ranks.failures import concerning, first_line, listed, name_of, names_parameters
+
+TP = Job("tp", {"plan_ngpus": 2, "runtime_ngpus": 2})
+DP = Job("dp", {"plan_ngpus": 1, "runtime_ngpus": 2})
+ZERO = Job("dp", {"plan_ngpus": 1, "runtime_ngpus": 2, "use_zero": 2})
+ZERO3 = Job("dp", {"plan_ngpus": 1, "runtime_ngpus": 2, "use_zero": 3})
+SAVING = Job("tp", {"plan_ngpus": 2, "runtime_ngpus": 2}, saves=True)
+HOST = Job("tp", {"plan_ngpus": 2, "runtime_ngpus": 2}, has_store=True)
+
+GRADIENTS = "reducing the gradients of 'down2.bias', 'down2.weight', 'up2.bias' and 5 more"
+SAID = {
+    "forward": (TP, "all_reduce over tp with rank 1", "next to 'down.bias', gencode0.py:"),
+    "backward": (TP, "all_reduce over tp with rank 1", "next to 'down.bias', in backward"),
+    "reducer": (DP, "all_reduce over units with rank 1", GRADIENTS),
+    "scattered": (ZERO, "reduce_scatter over units with rank 1", GRADIENTS),
+    "parameters": (ZERO, "all_gather over units with rank 1", "gathering the new values of 'down2.bias', "),
+    "weights": (ZERO3, "all_gather over zero with rank 1", "gathering the weight 'up.weight' for forward, gencode0.py:"),
+    "clip": (TP, "all_reduce over world with rank 1", "the norm of all gradients"),
+}
+"""By moment, what the survivor says: its job, in which collective it was, and where."""
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("signal", ["SIGKILL", pytest.param("SIGSTOP", marks=SLOW)])
+@pytest.mark.parametrize("moment", [m if m == "backward" else pytest.param(m, marks=SLOW) for m in SAID])
+def test_a_rank_that_is_missed_is_named_with_what_for(tmp_path, moment, signal):
+    """Real processes: one is killed, or stopped, when it should join a collective of its second step."""
+    job, collective, where = SAID[moment]
+    faults.compiled(tmp_path, job)
+    fault = Fault(1, "reducer" if moment == "scattered" else moment, faults.SIGNALS[signal])
+    outcome = faults.run(tmp_path, job, fault, timeout_s=600.0 if signal == "SIGKILL" else 5.0)
+    assert not outcome.stuck
+    lines = outcome.errors[0].splitlines()
+    assert lines[0] == f"CollectiveError: rank 0: {collective} failed"
+    assert lines[1].startswith(f"  where: {where}")
+    assert lines[2].startswith("  why:   ") and lines[2].endswith({"SIGKILL": " is gone", "SIGSTOP": " is stopped"}[signal])
+    assert lines[3] == "  try:   look for the first error on rank 1; the limit is that of SHARDWRIGHT_TIMEOUT_S, in seconds"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_missed_in_a_save_is_named(tmp_path, victim, signal):
+    faults.compiled(tmp_path, SAVING)
+    timeout_s = 600.0 if signal == "SIGKILL" else 5.0
+    outcome = faults.run(tmp_path, SAVING, Fault(victim, "save", faults.SIGNALS[signal]), timeout_s=timeout_s)
+    assert not outcome.stuck
+    lines = outcome.errors[1 - victim].splitlines()
+    assert lines[0].startswith(f"DistributedError: a checkpoint: rank {1 - victim} has waited ")
+    assert lines[0].endswith(f" s for rank {victim}, and nothing has come")
+    assert lines[1].endswith({"SIGKILL": " is gone", "SIGSTOP": " is stopped"}[signal])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
+def test_the_rank_that_has_the_store_is_missed(tmp_path, signal):
+    """As without torchrun, where the key-value store lies in rank 0."""
+    outcome = faults.run(tmp_path, HOST, Fault(0, 4, faults.SIGNALS[signal]), timeout_s=5.0, target="compile_together")
+    assert not outcome.stuck
+    what = outcome.errors[1].splitlines()[0]
+    assert what == "DistributedError: compiling Net: the job's key-value store does not answer rank 1"
+
+
+class Failing:
+    """A transport of which every call fails."""
+
+    def __getattr__(self, name):
+        def fail(*arguments):
+            raise RuntimeError("[/build/gloo/pair.cc:537] Read error: reset. This is typically caused by a crash. Good luck!")
+
+        return fail
+
+    def peers(self):
+        return "rank 7 (process 12 on node3) is gone"
+
+
+def failing():
+    return Communicator(Failing(), (3, 7), 0, "tp", CommunicationCounters())
+
+
+CALLS = {
+    "all_reduce": lambda c, x: c.all_reduce(x),
+    "all_gather": lambda c, x: c.all_gather_cat(x, 0),
+    "reduce_scatter": lambda c, x: c.reduce_scatter(x),
+    "all_to_all": lambda c, x: c.all_to_all([x, x], [x.shape, x.shape]),
+    "broadcast": lambda c, x: c.broadcast(x, 0),
+    "send": lambda c, x: c.send(x, 1),
+    "receive": lambda c, x: c.receive((2,), x.dtype, 1),
+    "barrier": lambda c, x: c.barrier(),
+}
+
+
+@pytest.mark.parametrize("collective", CALLS)
+def test_every_collective_says_who_missed_whom(collective):
+    with pytest.raises(CollectiveError) as caught, concerning("the test"):
+        CALLS[collective](failing(), torch.ones(4))
+    assert str(caught.value) == (
+        f"rank 3: {collective} over tp with rank 7 failed\n"
+        "  where: the test\n"
+        "  why:   Read error: reset; rank 7 (process 12 on node3) is gone\n"
+        "  try:   look for the first error on rank 7; the limit is that of SHARDWRIGHT_TIMEOUT_S, in seconds"
+    )
+
+
+def test_no_memory_is_no_failure_of_another_rank():
+    class Full(Failing):
+        def barrier(self):
+            raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        Communicator(Full(), (0, 1), 0, "tp", CommunicationCounters()).barrier()
+
+
+def test_parameters_are_called_by_their_names():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 4))
+    names_parameters(model)
+    assert name_of(model[1].weight) == "1.weight"
+    assert name_of(model[1].weight.detach()) == "1.weight"
+    assert name_of(torch.ones(3)) is None
+    assert listed(["a", "b"]) == "'a', 'b'" and listed(list("abcde")) == "'a', 'b', 'c' and 2 more"
+    with pytest.raises(CollectiveError) as caught:
+        failing().all_reduce(model(torch.ones(1, 2)))
+    assert caught.value.where in ("next to '1.bias'", "next to '1.weight'")
+
+
+def test_what_gloo_says_is_cut_to_the_point():
+    assert first_line(RuntimeError("Timed out\nException raised from ...")) == "Timed out"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import linecache
 import sys
+import threading
+import weakref
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from shardwright.runtime.errors import LoadError
 from shardwright.runtime.manifest import Manifest, code_file, read_file, sha256
@@ -39,24 +41,18 @@ def load_class(directory: Path | str, rank: int | None = None) -> type[ParallelM
         rank = world.rank
     name = code_file(rank % manifest.plan_ngpus)
     source = _checked_source(directory, name, manifest)
-    module = _execute(directory / name, source)
+    module, lines, code = _execute(directory / name, source)
     loaded = getattr(module, manifest.class_name, None)
     if not (isinstance(loaded, type) and issubclass(loaded, ParallelModule)):
+        _release(module.__name__, directory / name, lines)
         raise LoadError(
             f"{directory / name} defines no ParallelModule named {manifest.class_name!r}",
             hint="give the class its name back, or compile again with reuse='override'",
         )
     loaded.compute_config = manifest.config
     loaded.use_order = manifest.use_order
+    _let_go_with_class(module, directory / name, lines, loaded, keeps=_reads(code, loaded.__name__))
     return loaded
-
-
-def unload(loaded: type[ParallelModule]) -> None:
-    """Let go of the module that defines a loaded class, as soon as nothing uses the class any more. Of what it still runs,
-    tracebacks show no lines.
-    """
-    module = sys.modules.pop(loaded.__module__)
-    linecache.cache.pop(str(module.__file__), None)
 
 
 def _checked_source(directory: Path, name: str, manifest: Manifest) -> bytes:
@@ -73,21 +69,82 @@ def _checked_source(directory: Path, name: str, manifest: Manifest) -> bytes:
     return source
 
 
-def _execute(path: Path, source: bytes) -> ModuleType:
-    """Run checked bytes as a module of its own, registered under a unique name so that classes and tracebacks find it."""
+def _execute(path: Path, source: bytes) -> tuple[ModuleType, Lines, CodeType]:
+    """Run checked bytes as a module of its own, registered under a unique name so that its class and tracebacks find it.
+
+    See [Note: A module lives as long as its class].
+    """
     module = ModuleType(f"{GENERATED}{next(_serial)}_{path.stem}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
-    text = source.decode()
-    # Without a modification time the entry is not compared with the file: tracebacks show what was executed.
-    linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
+    lines = _shown(path, source.decode())
     try:
-        exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
+        code = compile(source, str(path), "exec", dont_inherit=True)
+        exec(code, module.__dict__)
     except BaseException as error:
-        del sys.modules[module.__name__]
+        _release(module.__name__, path, lines)
         if isinstance(error, Exception):
             raise LoadError(
                 f"{path} fails when it is loaded", why=f"{type(error).__name__}: {error}", hint="see the traceback above"
             ) from error
         raise
-    return module
+    return module, lines, code
+
+
+# [Note: A module lives as long as its class]
+# A generated class finds its module in ``sys.modules``, and tracebacks find its lines in ``linecache``. A
+# program that compiles or loads again and again must not collect them all. So the module does not hold
+# its class, but looks for it when it is asked for it, and when the class is gone, module and lines go
+# with it. Only a file that was edited so that its own code reads the class by name keeps both for good.
+
+
+def _let_go_with_class(module: ModuleType, path: Path, lines: Lines, loaded: type, *, keeps: bool) -> None:
+    """Release a module when its class is gone. ``keeps``: the module holds the class."""
+    name, reference = loaded.__name__, weakref.ref(loaded)
+    if not keeps:
+        del module.__dict__[name]
+
+        def find(wanted: str) -> type:
+            found = reference() if wanted == name else None
+            if found is None:
+                raise AttributeError(f"module {module_name!r} has no attribute {wanted!r}")
+            return found
+
+        module_name = module.__name__
+        module.__dict__["__getattr__"] = find
+    weakref.finalize(loaded, _release, module.__name__, path, lines).atexit = False
+
+
+Lines = tuple[int, None, list[str], str]
+"""An entry of ``linecache``. Without a modification time it is not compared with the file: what was executed is shown."""
+
+_lock = threading.RLock()  # the collector of garbage may release one module while another is loaded
+_lines: dict[Path, list[Lines]] = {}
+"""What lives of each file, in the order of loading; tracebacks show the lines of the last one."""
+
+
+def _shown(path: Path, text: str) -> Lines:
+    """Let tracebacks show these lines of a file."""
+    lines: Lines = (len(text), None, text.splitlines(keepends=True), str(path))
+    with _lock:
+        _lines[path] = [*_lines.get(path, ()), lines]
+        linecache.cache[str(path)] = lines
+    return lines
+
+
+def _release(module_name: str, path: Path, lines: Lines) -> None:
+    """Forget a module. Of what was loaded before from the same file tracebacks show the lines again."""
+    sys.modules.pop(module_name, None)
+    with _lock:
+        living = [entry for entry in _lines.pop(path, ()) if entry is not lines]
+        if living:
+            _lines[path] = living
+            linecache.cache[str(path)] = living[-1]
+        else:
+            linecache.cache.pop(str(path), None)
+
+
+def _reads(code: CodeType, name: str) -> bool:
+    """Whether a function or class in ``code``, at any depth, may read the global ``name``."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return any(name in found.co_names or _reads(found, name) for found in inner)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwright.compiler.verification.reference import OptimizerFactory, Reference, loss_of
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.loader import load_class, unload
+from shardwright.runtime.loader import load_class
 from shardwright.runtime.manifest import Manifest
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.ranks.threads import run_ranks
@@ -87,10 +87,8 @@ def train_rank(
     training: bool,
 ) -> Held:
     """Train as rank ``index`` of the current world, with ``samples`` on its device; what the rank has afterwards."""
-    loaded = load_class(directory)
-    held = _train(loaded(), config, samples[index // config.plan_ngpus], steps, optimizer, training)
-    unload(loaded)
-    return held
+    module = load_class(directory)()
+    return _train(module, config, samples[index // config.plan_ngpus], steps, optimizer, training)
 
 
 def _train(

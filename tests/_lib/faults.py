@@ -14,7 +14,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -176,16 +176,32 @@ def _rank(rank: int, port: int, folder: str, job: Job, fault: Fault, environment
 def train(folder: Path, job: Job, fault: Fault | None) -> None:
     """Load what was compiled and train it."""
     module = shardwright.load_class(next(folder.rglob("manifest.json")).parent)()
-    optimizer = shardwright.build_optimizer(module, torch.optim.AdamW, lr=1e-3)
     (folder / f"began{dist.get_rank()}").touch()
+    _train(module, folder, job, lambda step: faulty(fault, step))
+
+
+def _train(module: Any, folder: Path, job: Job, around: Callable[[int], Any]) -> None:
+    optimizer = shardwright.build_optimizer(module, torch.optim.AdamW, lr=1e-3)
     for step in range(job.num_steps):
-        with faulty(fault, step):
+        with around(step):
             optimizer.zero_grad()
-            module(**ARGUMENTS).backward()
+            if job.config.get("use_end2end"):
+                module.train_step([ARGUMENTS] * 2)
+            else:
+                module(**ARGUMENTS).backward()
             optimizer.clip_gnorm(1.0)
             optimizer.step()
             if job.saves:
                 shardwright.save_checkpoint(folder / "checkpoints", module, optimizer, step=step)
+
+
+def compile_and_train(folder: Path, job: Job, fault: Fault | None) -> None:
+    """Both, with the fault anywhere; what :func:`compiled` has left is not used."""
+    (folder / f"began{dist.get_rank()}").touch()
+    config = shardwright.ComputeConfig(**job.config)
+    with faulty(fault, 1):
+        module = shardwright.parallelize(Net(), ARGUMENTS, job.policy, config, gen_savedir=folder)
+        _train(module, folder, job, lambda step: nullcontext())
 
 
 def compile_together(folder: Path, job: Job, fault: Fault | None) -> None:

@@ -12,8 +12,9 @@ import pytest
 import torch
 from mlp_files import make_batch, make_model, write_files
 
+from shardwright import build_optimizer, parallelize
 from shardwright.runtime.errors import LoadError
-from shardwright.runtime.loader import load_class, unload
+from shardwright.runtime.loader import load_class
 from shardwright.runtime.manifest import FORMAT_VERSION, Manifest, accept
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.ranks.threads import run_ranks
@@ -49,15 +50,63 @@ def test_each_load_is_a_module_of_its_own(files):
     assert not list(files.glob("**/*.pyc"))
 
 
-def test_an_unloaded_class_lives_as_long_as_it_is_used(files):
-    cls = load_class(files, 0)
-    name, alive = cls.__module__, weakref.ref(cls)
-    unload(cls)
-    assert name not in sys.modules and str(files / "gencode0.py") not in linecache.cache
-    assert alive().rank == 0
-    del cls
+def generated():
+    """The names of the modules of generated code that are there."""
+    return {name for name in sys.modules if name.startswith("shardwright_generated")}
+
+
+def test_what_is_loaded_again_and_again_is_let_go(tmp_path):
+    """Modules, classes, lines for tracebacks: all of it, after training too; what lives still shows its lines."""
+    files = write_files(tmp_path / "mlp", make_model(), dp=1, tp=1)
+    before = generated()
+    kept = load_class(files, 0)
+    alive = []
+    for _ in range(3):
+        module = load_class(files, 0)()
+        build_optimizer(module, torch.optim.SGD, lr=0.1)
+        module(*make_batch(0)).sum().backward()
+        alive += [weakref.ref(type(module)), weakref.ref(sys.modules[type(module).__module__])]
+        del module
     gc.collect()
-    assert alive() is None
+    assert [reference() for reference in alive] == [None] * 6
+    assert generated() - before == {kept.__module__}
+    assert "h = torch.tanh(" in "".join(linecache.getlines(str(files / "gencode0.py")))
+    del kept
+    gc.collect()
+    assert not generated() - before and str(files / "gencode0.py") not in linecache.cache
+
+
+def test_what_parallelize_has_loaded_is_let_go_with_the_module(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = generated()
+
+    def act(rank):
+        module = parallelize(torch.nn.Linear(2, 2), {"input": torch.ones(2, 2)}, "dp", {"plan_ngpus": 1, "runtime_ngpus": 2})
+        return module(torch.ones(2, 2)).detach()
+
+    for _ in range(2):
+        run_ranks(2, act)
+    gc.collect()
+    assert not generated() - before
+
+
+def test_the_lines_of_an_older_load_come_back(tmp_path):
+    files = write_files(tmp_path / "mlp", make_model(), dp=1, tp=1)
+    older = load_class(files, 0)
+    edit(files / "gencode0.py", "h = torch.tanh(", "h = torch.relu(")
+    accept(str(files))
+    newer = load_class(files, 0)
+    assert "h = torch.relu(" in inspect.getsource(newer.forward)
+    del newer
+    gc.collect()
+    assert "h = torch.tanh(" in inspect.getsource(older.forward)
+
+
+def test_an_edit_may_name_the_class(files):
+    edit(files / "gencode0.py", "        h = torch.tanh(", "        assert type(self) is MLP\n        h = torch.tanh(")
+    accept(str(files))
+    cls = load_class(files, 0)
+    assert cls.forward.__globals__["MLP"] is cls
 
 
 def test_source_and_tracebacks_show_what_was_executed(tmp_path):

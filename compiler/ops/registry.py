@@ -5,10 +5,27 @@ The entries stand in ``compiler/ops/tables/``; :func:`define` adds one. The user
 
 from __future__ import annotations
 
+import importlib
+import sys
+import threading
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardwright.compiler.ops.opdef import OpDef, RuleMaker
+from shardwright.compiler.ops.originals import unpatched
+
+_TABLES = "shardwright.compiler.ops.tables"
+
+
+class _Loading:
+    """How far the tables are."""
+
+    lock = threading.RLock()
+    is_done = False
+
+
+_loading = _Loading()
 
 Normalise = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 """Rewrites the arguments of an alias into those of the canonical operator (swapped operands, fixed dtypes)."""
@@ -56,4 +73,21 @@ def get(target: str) -> OpDef | None:
 
 def load_tables() -> None:
     """Import the tables (once)."""
-    import shardwright.compiler.ops.tables  # noqa: F401
+    if _loading.is_done:
+        return
+    with _loading.lock:
+        if not _loading.is_done and _TABLES not in sys.modules:  # the tables may ask while they are loaded
+            with unpatched() as stand_ins:
+                importlib.import_module(_TABLES)
+            _loading.is_done = True
+            _tell_of_lost([name for function, name in stand_ins.items() if CALLABLES.pop(function, None)])
+
+
+def _tell_of_lost(names: list[str]) -> None:
+    if names:
+        warnings.warn(
+            f"{', '.join(names)} had been replaced before the first compile\n"
+            "  why:   the function of torch that stood there cannot be found: where it is called, its operator has no rule\n"
+            "  try:   import shardwright.compiler.ops.tables before it is replaced",
+            stacklevel=2,
+        )

@@ -13,6 +13,7 @@ from torch._dispatch.python import enable_python_dispatcher
 
 from shardwright.compiler.ir.graph import DynamicDim, IRGraph
 from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.ops import registry
 from shardwright.compiler.trace.arguments import Arguments
 from shardwright.compiler.trace.autocast import one_autocast, surrounding_dtype
 from shardwright.compiler.trace.constants import Constants
@@ -50,6 +51,7 @@ class Traced:
 
 def run_once(module: torch.nn.Module, arguments: Arguments, dynamic_dims: DynamicDims, name: str, *, training: bool) -> Traced:
     """Trace ``module`` in training or eval mode; the module is left as it was."""
+    registry.load_tables()  # before tracing replaces functions of torch itself
     with unchanged(module), caches_without_fakes():
         module.train(training)
         run = _Run(module, arguments, dynamic_dims, name)

@@ -109,10 +109,13 @@ def _tree(tree: Tree) -> dict[str, Any]:
     return {"kind": tree.kind, "type": tree.type_path, "children": children}
 
 
+_MAX_DECIMAL = 10**4000
+"""Python writes no decimal numbers of many more digits than this has."""
+
 _FORMS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (type(None) | bool | str, lambda value: value),
     (enum.Enum, lambda value: {"enum": f"{_import_name(type(value))}.{value.name}"}),
-    (int, lambda value: value),
+    (int, lambda value: value if abs(value) < _MAX_DECIMAL else {"int": hex(value)}),
     (float, lambda value: {"float": value.hex()}),
     (complex, lambda value: {"complex": [value.real.hex(), value.imag.hex()]}),
     (bytes, lambda value: {"bytes": value.hex()}),

@@ -46,7 +46,7 @@ def _traced(options: argparse.Namespace, config: ComputeConfig) -> IRGraph:
     source, dummy_args = load_model(options.target, options.args)
     module = source.make()
     with in_dtype(module, read_dtype(options.dtype)):
-        return trace(module, dummy_args, dynamic_dims=config.dim_symbols())
+        return trace(module, dummy_args, dynamic_dims=config.dim_symbols(), constants=config.constants)
 
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:

@@ -60,7 +60,7 @@ class Order:
 
     def trace(self, module: nn.Module) -> IRGraph:
         """The graph of a module on the dummy arguments."""
-        return trace(module, self.dummy_args, dynamic_dims=self.config.dim_symbols())
+        return trace(module, self.dummy_args, dynamic_dims=self.config.dim_symbols(), constants=self.config.constants)
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,8 @@ def _graphs(
             path: {dim: name for dim, name in dims.items() if fixed.get(path) != dim}
             for path, dims in config.dim_symbols().items()
         }
-        graph = trace(module, args, dynamic_dims={path: dims for path, dims in dynamic.items() if dims})
+        named = {path: dims for path, dims in dynamic.items() if dims}
+        graph = trace(module, args, dynamic_dims=named, constants=config.constants)
         graph = fold_constants(graph) if config.constant_folding else graph
         return annotate(without_gradients(graph) if config.inference_only else graph, pass_manager())
 

@@ -81,7 +81,9 @@ class ComputeConfig:
     where equal names mean equal sizes, or just ``{"input_ids": [0, 1]}``. ``outputs``: ``"all"`` of them whole on every
     rank, the ``"loss"`` alone (the first result, or the one called ``loss``), or per output path one of ``"whole"``,
     ``"sharded"``, ``"drop"``; paths not named are whole. ``constant_folding`` computes while compiling what depends on
-    neither inputs nor weights, as far as it takes at most 1 MiB each.
+    neither inputs nor weights, as far as it takes at most 1 MiB each. ``constants`` holds, by input path, the values of
+    integer inputs that are the same in every call and decide sizes: ``{"image_grid_thw": [[1, 4, 4]]}``. They are compiled
+    in, and a call with others is refused.
 
     **Randomness.** ``rng="fast"`` draws where the data is; ``"plan_independent"`` draws the same dropout masks under
     every plan. ``seed`` starts the generators.
@@ -108,6 +110,7 @@ class ComputeConfig:
     rank_order: str | None = None
     outputs: str | Mapping[str, str] = field(default="all", hash=False)
     dynamic_dims: Mapping[str, Mapping[int, str] | Iterable[int]] = field(default_factory=dict, hash=False)
+    constants: Mapping[str, Any] = field(default_factory=dict, hash=False)
     grad_reduction: str = "sum"
     rng: str = "fast"
     seed: int = 0
@@ -137,6 +140,7 @@ class ComputeConfig:
             object.__setattr__(self, name, _json_mapping(name, getattr(self, name)))
         object.__setattr__(self, "outputs", _read_outputs(self.outputs))
         object.__setattr__(self, "dynamic_dims", _read_dynamic_dims(self.dynamic_dims))
+        object.__setattr__(self, "constants", _read_constants(self.constants))
 
     @classmethod
     def of(cls, config: ComputeConfig | Mapping[str, Any]) -> ComputeConfig:
@@ -373,6 +377,30 @@ def _read_outputs(outputs: Any) -> str | dict[str, str]:
             "outputs is 'all', 'loss', or a dict from output path to 'whole', 'sharded' or 'drop'", why=f"it is {outputs!r}"
         )
     return str(outputs)
+
+
+def _read_constants(constants: Any) -> dict[str, Any]:
+    """The values of constant inputs as nested lists of integers or truth values."""
+    hint = 'for example {"image_grid_thw": [[1, 4, 4], [1, 4, 8]]}; tensors and arrays are fine, too'
+    if not isinstance(constants, Mapping):
+        raise ConfigError("constants maps inputs to their values", why=f"it is {constants!r}", hint=hint)
+    read: dict[str, Any] = {}
+    for path, values in constants.items():
+        listed = values.tolist() if hasattr(values, "tolist") else values
+        if not isinstance(path, str) or not path or not _is_table(listed):
+            raise ConfigError("constants maps inputs to integers", why=f"it has {path!r}: {values!r}", hint=hint)
+        read[path] = _as_lists(listed)
+    return dict(sorted(read.items()))
+
+
+def _is_table(values: Any) -> bool:
+    if isinstance(values, list | tuple):
+        return all(map(_is_table, values))
+    return isinstance(values, int)
+
+
+def _as_lists(values: Any) -> Any:
+    return [_as_lists(item) for item in values] if isinstance(values, list | tuple) else values
 
 
 def _read_dynamic_dims(dynamic_dims: Any) -> dict[str, dict[int, str]]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import hashlib
 import importlib
 import types
 from collections.abc import Callable, Mapping
@@ -162,3 +163,9 @@ def _slots(cls: type) -> tuple[str, ...]:
     slots = cls.__dict__.get("__slots__", ())
     names = (slots,) if isinstance(slots, str) else tuple(slots)
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def values_digest(tensor: torch.Tensor) -> str:
+    """A digest in hex of the values of a tensor of integers or truth values."""
+    numbers = tensor.detach().cpu().to(torch.int64).contiguous()
+    return hashlib.sha256(numbers.numpy().tobytes()).hexdigest()[:32]

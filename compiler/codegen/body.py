@@ -14,6 +14,7 @@ from pathlib import PurePath
 from typing import Any
 
 import sympy
+import torch
 
 from shardwright.compiler.codegen.comments import describe
 from shardwright.compiler.codegen.literals import named, source, tuple_text
@@ -30,6 +31,7 @@ from shardwright.compiler.ops.render import Source, argument_source, call_source
 from shardwright.compiler.plan.blocks import Run, Update, container_path, gathered_until, group_blocks, size_symbols
 from shardwright.compiler.plan.conversion import CutSizes
 from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Instruction, Program
+from shardwright.runtime.structure import values_digest
 
 RUNTIME_IMPORTS = {
     "Mesh": "from shardwright.runtime.layout import Mesh",
@@ -121,10 +123,15 @@ class BodyWriter:
 
     def _input_lines(self, graph: IRGraph) -> list[str]:
         """What calls are checked against, as lines of a dict: path and shape, or value, of every leaf of the arguments."""
-        lines = []
+        lines, known = [], dict(graph.constant_inputs)
         for path, leaf in input_leaves(graph):
             self.imports |= imports_of_literal(leaf)
-            text = f"({quoted(_shape_text(leaf))}, {leaf.dtype})" if isinstance(leaf, IRValue) else source(leaf)
+            if isinstance(leaf, IRValue):
+                words = [quoted(_shape_text(leaf)), str(leaf.dtype)]
+                words += [_values_text(known[leaf.name])] if leaf.name in known else []
+                text = f"({', '.join(words)})"
+            else:
+                text = source(leaf)
             lines += wrap(f"{quoted(path)}: {text},", WIDTH - 8)
         return lines
 
@@ -352,6 +359,15 @@ def input_leaves(graph: IRGraph) -> list[tuple[str, Any]]:
     """Path and value of every leaf of the arguments that calls are checked against."""
     found = (leaf for name, tree in graph.signature for leaf in tree.leaves(name))
     return [(path, leaf) for path, leaf in found if leaf is None or isinstance(leaf, IRValue | bool | int | float | str)]
+
+
+_SHOWN_VALUES = 16
+"""How many values of a constant input are written out."""
+
+
+def _values_text(tensor: torch.Tensor) -> str:
+    """The values of a constant input as a nested list, or their digest if they are many."""
+    return repr(tensor.tolist()) if tensor.numel() <= _SHOWN_VALUES else quoted(values_digest(tensor))
 
 
 def _shape_text(value: IRValue) -> str:

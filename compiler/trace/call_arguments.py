@@ -40,6 +40,15 @@ def is_sizes(data: Any) -> bool:
     return all(isinstance(item, bool | int | float | torch.SymInt | torch.SymFloat) for item in items)
 
 
+def is_numbers(data: Any) -> bool:
+    """Whether ``data`` is a number, a tensor of one element, or a nested list of such."""
+    if isinstance(data, tuple | list):
+        return all(map(is_numbers, data))
+    if isinstance(data, torch.Tensor):
+        return data.numel() == 1
+    return is_sizes(data)
+
+
 def only_first_differentiable(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Passed for a loss that refuses targets with gradients: every floating input of a trace has one."""
     rest = (arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args[1:])

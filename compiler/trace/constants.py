@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import sympy
@@ -10,8 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 
 from shardwright.compiler.ir.op import Arg, RankDevice, leaves, map_leaves
 from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.trace.known_inputs import KnownInput
 from shardwright.compiler.trace.normalise import FACTORIES
-from shardwright.compiler.trace.recorder import Recorder
+from shardwright.compiler.trace.recorder import Call, Recorder
 from shardwright.runtime.errors import TraceError
 
 RANDOM = {
@@ -46,7 +48,9 @@ class Constants:
         self._real: dict[str, torch.Tensor] = {}
         self._made_of: dict[str, frozenset[str]] = {}  # of values in _real: the buffers they follow from
         self.read: set[str] = set()
-        """Names of the buffers whose values forward has looked at."""
+        """Names of the buffers and inputs whose values forward has looked at."""
+        self._inputs: dict[str, KnownInput] = {}
+        self._dummies: dict[str, torch.Tensor] = {}
         self._attributes = {
             id(value): f"{path}.{name}" if path else name
             for path, submodule in module.named_modules()
@@ -78,10 +82,34 @@ class Constants:
             self._real[name] = tensor.detach().cpu()
             self._made_of[name] = frozenset((name,))
 
+    def add_input(self, name: str, known: KnownInput) -> None:
+        """Let the values of an input be known."""
+        self._inputs[name] = known
+        self._real[name] = known.values
+        self._made_of[name] = frozenset((name,))
+
+    def inputs_read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and values of every input whose values forward has looked at."""
+        return ((name, known.values) for name, known in self._inputs.items() if name in self.read)
+
     def real(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of a tensor that follows from constants alone, computed for real; ``None`` for any other."""
         if not isinstance(tensor, FakeTensor):
             return tensor
+        found = self._followed(tensor)
+        if found is None:
+            return None
+        real, made_of = found
+        self.read |= made_of
+        return real
+
+    def is_assumed(self, tensor: torch.Tensor) -> bool:
+        """Whether the values of a tensor are known only if an input is a constant that nobody has declared as one."""
+        found = self._followed(tensor) if isinstance(tensor, FakeTensor) and self._inputs else None
+        return found is not None and any(name in self._inputs and not self._inputs[name].declared for name in found[1])
+
+    def _followed(self, tensor: torch.Tensor) -> tuple[torch.Tensor, frozenset[str]] | None:
+        """The values of a fake, and the buffers and inputs they follow from; ``None`` if they follow from more."""
         if id(tensor) not in self._recorder.variables:
             return None
         with unset_fake_temporarily(), torch.no_grad():
@@ -90,45 +118,96 @@ class Constants:
                 real = self._evaluate(value)
             except _NotConstant:
                 return None
-            self.read |= self._made_of.get(value.name, frozenset())
-            return real
+        return real, self._made_of.get(value.name, frozenset())
+
+    def whole_inputs(self, tensor: torch.Tensor) -> list[str]:
+        """The integer inputs that a tensor follows from, if it follows from these and constants alone; else nothing."""
+        if id(tensor) not in self._recorder.variables:
+            return []
+        found: dict[str, None] = {}
+        for value, call in self._history(tensor):
+            if call is not None and call.name in RANDOM:
+                return []
+            if call is None and value.kind is ValueKind.INPUT and not value.dtype.is_floating_point:
+                found[value.name] = None
+            elif call is None and value.name not in self._real:
+                return []
+        return list(found)
+
+    def _history(self, tensor: torch.Tensor) -> Iterator[tuple[IRValue, Call | None]]:
+        """Every value that a tensor is made of, itself first, with the call that has made it, if one has."""
+        seen = {(first := self._recorder.value(tensor)).name}
+        ways = [first]
+        while ways:
+            value = ways.pop()
+            made_by = self._recorder.calls.get(value.name)
+            call = None if made_by is None else made_by[0]
+            yield value, call
+            if call is None:
+                continue
+            for read in (leaf for arg in (*call.args, *call.kwargs.values()) for leaf in leaves(arg)):
+                if isinstance(read, IRValue) and read.name not in seen:
+                    seen.add(read.name)
+                    ways.append(read)
 
     def is_drawn(self, tensor: torch.Tensor) -> bool:
         """Whether the values of a tensor follow from random numbers and constants alone."""
         if id(tensor) not in self._recorder.variables:
             return False
-        drawn, seen = False, {(first := self._recorder.value(tensor)).name}
-        ways = [first]
-        while ways:
-            value = ways.pop()
-            made_by = self._recorder.calls.get(value.name)
-            if made_by is None:
-                if value.kind is not ValueKind.CONSTANT:
-                    return False
-                continue
-            call = made_by[0]
-            drawn |= call.name in RANDOM
-            for read in (leaf for arg in (*call.args, *call.kwargs.values()) for leaf in leaves(arg)):
-                if isinstance(read, IRValue) and read.name not in seen:
-                    seen.add(read.name)
-                    ways.append(read)
+        drawn = False
+        for value, call in self._history(tensor):
+            if call is None and value.kind is not ValueKind.CONSTANT:
+                return False
+            drawn |= call is not None and call.name in RANDOM
         return drawn
 
     def sizes(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of an operator of :data:`SIZED` with numbers in the place of tensors whose values are known."""
-
-        def number(arg: Any) -> Any:
-            if type(arg) in (tuple, list):
-                return type(arg)(number(item) for item in arg)
-            if not isinstance(arg, torch.Tensor) or arg.ndim or arg.is_floating_point() or arg.is_complex():
-                return arg
-            real = self.real(arg)
-            with unset_fake_temporarily():
-                return arg if real is None else real.item()
-
         kept = 0 if name in FACTORIES else 1
-        named = {key: arg if key in ("input", "self") else number(arg) for key, arg in kwargs.items()}
-        return (*args[:kept], *map(number, args[kept:])), named
+        named = {key: arg if key in ("input", "self") else self._number(arg) for key, arg in kwargs.items()}
+        return (*args[:kept], *map(self._number, args[kept:])), named
+
+    def slices(self, index: Any) -> Any:
+        """An index with numbers in the place of bounds of slices that are tensors whose values are known."""
+        if isinstance(index, tuple):
+            return tuple(map(self.slices, index))
+        if not isinstance(index, slice):
+            return index
+        return slice(*map(self._number, (index.start, index.stop, index.step)))
+
+    def _number(self, arg: Any) -> Any:
+        """A tensor of one integer as a number, where its value is known; also inside of lists."""
+        if type(arg) in (tuple, list):
+            return type(arg)(self._number(item) for item in arg)
+        if not isinstance(arg, torch.Tensor) or arg.ndim or arg.is_floating_point() or arg.is_complex():
+            return arg
+        real = self.real(arg)
+        with unset_fake_temporarily():
+            return arg if real is None else real.item()
+
+    def add_dummy(self, name: str, tensor: torch.Tensor) -> None:
+        """Remember the dummy argument of an input: what masks made of it are there."""
+        if not tensor.is_meta:
+            self._dummies[name] = tensor.detach()
+
+    def all_true_in_dummies(self, mask: torch.Tensor) -> bool:
+        """Whether a mask follows from inputs and constants alone, and is true everywhere for the dummy arguments."""
+        value = self._recorder.value(mask)
+        known, made_of = self._real, self._made_of
+        self._real, self._made_of = {**self._dummies, **known}, dict(made_of)
+        try:
+            with unset_fake_temporarily(), torch.no_grad():
+                return bool(self._evaluate(value).all())
+        except _NotConstant:
+            return False
+        finally:
+            self._real, self._made_of = known, made_of
+
+    def take_as_true(self, mask: torch.Tensor) -> None:
+        """Let every element of a mask be known as true; the program checks it."""
+        value = self._recorder.value(mask)
+        with unset_fake_temporarily():
+            self._real[value.name] = torch.ones(value.shape, dtype=torch.bool)
 
     def _evaluate(self, value: IRValue) -> torch.Tensor:
         known = self._real.get(value.name)

@@ -50,8 +50,14 @@ _IDENTITIES = {
 }
 
 
+_SIGNS = {f"__i{sign}__": f"__{sign}__" for sign in ("and", "or", "xor", "lshift", "rshift")}
+"""Signs that torch has no method with ``_`` for."""
+
+
 def functional_form(function: Any, name: str) -> Callable[..., Any] | None:
     """The function that computes what an in-place method writes: ``Tensor.add`` for ``Tensor.add_``."""
+    if name in _SIGNS:
+        return getattr(torch.Tensor, _SIGNS[name])  # type: ignore[no-any-return]
     if not name.endswith("_") or name.endswith("__"):
         return None
     base = name[:-1]
@@ -242,25 +248,79 @@ def assign(recorder: Recorder, whole: IRValue, index: Arg, new: Arg) -> IRValue:
     """``whole`` after ``whole[index] = new``."""
     items = index if isinstance(index, tuple) else (index,)
     if any(isinstance(item, IRValue) for item in items):
-        return _assign_by_tensors(recorder, whole, items, new)
+        return _assign_mixed(recorder, whole, items, new)
     return _assign_basic(recorder, whole, _aligned(items, whole.ndim), 0, new)
 
 
 def _aligned(items: tuple[Arg, ...], ndim: int) -> tuple[Arg, ...]:
-    """The index without ``...`` and ``None``, one item per dim."""
+    """The index without ``...`` and ``None``, one item per dim; a mask of several dims is one item for all of them."""
     given = [item for item in items if item is not None]
-    missing = ndim - sum(item is not Ellipsis for item in given)
-    if Ellipsis not in given:
-        given.append(Ellipsis)
-    position = given.index(Ellipsis)
+    missing = ndim - sum(_num_dims(item) for item in given if item is not Ellipsis)
+    position = next((place for place, item in enumerate(given) if item is Ellipsis), len(given))
     return (*given[:position], *[slice(None)] * missing, *given[position + 1 :])
 
 
-class _Step(NamedTuple):
-    """A call on the tensor that is assigned to: taking a part out, or putting it back."""
+def _num_dims(item: Arg) -> int:
+    """How many dims of a tensor one item of an index is for."""
+    return item.ndim if isinstance(item, IRValue) and item.dtype == torch.bool else 1
+
+
+def _assign_mixed(recorder: Recorder, whole: IRValue, items: tuple[Arg, ...], new: Arg) -> IRValue:
+    """``whole`` after an assignment with tensors in the index: numbers and slices take a part out, as torch does it, which the
+    tensors index; the part goes back.
+    """
+    if None in [item for item in items if not isinstance(item, IRValue)]:
+        return _assign_by_tensors(recorder, whole, items, new)
+    aligned, dim = _aligned(items, whole.ndim), 0
+    for position, item in enumerate(aligned):
+        if not isinstance(item, IRValue) and item != slice(None):
+            step = _step(whole, item, dim)
+            part = recorder.emit_one(step.take.function, step.part, whole, *step.take.args)
+            kept = (slice(None),) if isinstance(item, slice) else ()
+            rest = (*aligned[:position], *kept, *aligned[position + 1 :])
+            return _put_back(recorder, whole, step, _assign_mixed(recorder, part, rest, new))
+        dim += _num_dims(item)
+    last = max(place for place, item in enumerate(aligned) if isinstance(item, IRValue))
+    return _assign_by_tensors(recorder, whole, aligned[: last + 1], new)
+
+
+class _Call(NamedTuple):
+    """A call on the tensor that is assigned to."""
 
     function: Callable[..., Any]
     args: tuple[Arg, ...]
+
+
+class _Step(NamedTuple):
+    """Taking a part out of a tensor, and putting it back. ``part``: what it looks like; ``shift``: how many dims are left of
+    the one that it was taken from.
+    """
+
+    take: _Call
+    put: _Call
+    part: TensorType
+    shift: int
+
+
+def _step(whole: IRValue, item: Arg, dim: int) -> _Step:
+    """The step for a number or a slice in an index."""
+    size = whole.shape[dim]
+    if isinstance(item, slice):
+        start, stop, step = _bounds(item, size)
+        length = -((start - stop) // step) if step != 1 else stop - start
+        shape, shift = (*whole.shape[:dim], length, *whole.shape[dim + 1 :]), 1
+        bounds = (dim, start, stop, step) if step != 1 else (dim, start, stop)
+        take = _Call(torch.Tensor.__getitem__, ((*[slice(None)] * dim, item),))
+        put = _Call(torch.slice_scatter, bounds)
+    else:
+        shape, shift = (*whole.shape[:dim], *whole.shape[dim + 1 :]), 0
+        take, put = _Call(torch.Tensor.select, (dim, item)), _Call(torch.select_scatter, (dim, item))
+    return _Step(take, put, TensorType(shape, whole.dtype, whole.requires_grad), shift)
+
+
+def _put_back(recorder: Recorder, whole: IRValue, step: _Step, part: IRValue) -> IRValue:
+    like = TensorType(whole.shape, whole.dtype, whole.requires_grad or part.requires_grad)
+    return _scattered(recorder, step.put.function, like, whole, part, *step.put.args)
 
 
 def _assign_basic(recorder: Recorder, whole: IRValue, items: tuple[Arg, ...], dim: int, new: Arg) -> IRValue:
@@ -270,26 +330,13 @@ def _assign_basic(recorder: Recorder, whole: IRValue, items: tuple[Arg, ...], di
     if not items:
         return fitted(recorder, whole, new)
     item, rest = items[0], items[1:]
-    size = whole.shape[dim]
-    if isinstance(item, slice):
-        start, stop, step = _bounds(item, size)
-        length = -((start - stop) // step) if step != 1 else stop - start
-        shape, shift = (*whole.shape[:dim], length, *whole.shape[dim + 1 :]), 1
-        bounds = (dim, start, stop, step) if step != 1 else (dim, start, stop)
-        take, put = (
-            _Step(torch.Tensor.__getitem__, ((*[slice(None)] * dim, item),)),
-            _Step(torch.slice_scatter, bounds),
-        )
-    else:
-        shape, shift = (*whole.shape[:dim], *whole.shape[dim + 1 :]), 0
-        take, put = _Step(torch.Tensor.select, (dim, item)), _Step(torch.select_scatter, (dim, item))
-    part_type = TensorType(shape, whole.dtype, whole.requires_grad)
+    step = _step(whole, item, dim)
     if all(other == slice(None) for other in rest):
-        part = fitted(recorder, part_type, new)  # the old part is overwritten as a whole: no need to read it
+        part = fitted(recorder, step.part, new)  # the old part is overwritten as a whole: no need to read it
     else:
-        part = _assign_basic(recorder, recorder.emit_one(take.function, part_type, whole, *take.args), rest, dim + shift, new)
-    like = TensorType(whole.shape, whole.dtype, whole.requires_grad or part.requires_grad)
-    return _scattered(recorder, put.function, like, whole, part, *put.args)
+        taken = recorder.emit_one(step.take.function, step.part, whole, *step.take.args)
+        part = _assign_basic(recorder, taken, rest, dim + step.shift, new)
+    return _put_back(recorder, whole, step, part)
 
 
 def _bounds(item: slice, size: Any) -> tuple[Any, Any, Any]:

@@ -1,7 +1,7 @@
 """What torch must do differently while a trace runs; everything is put back afterwards.
 
-Most calls reach the tracer through torch's function dispatch. These do not: ``autograd.Function.apply``, activation
-checkpointing, scripted functions, compiled functions, checks of values, and batch norms that count their batches.
+Most calls reach the tracer through torch's function dispatch. These do not: ``torch.vmap``, ``autograd.Function.apply``,
+activation checkpointing, scripted functions, compiled functions, checks of values, and batch norms that count their batches.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shardwright.compiler.trace.loops import known_functions_of
 from shardwright.compiler.trace.running_modules import RunningModules
 from shardwright.compiler.trace.source import user_location
+from shardwright.compiler.trace.transforms import Modes, vmap_traced
 from shardwright.runtime.errors import TraceError
 
 
-class FunctionCalls(Protocol):
+class FunctionCalls(Modes, Protocol):
     """Who records the calls that torch does not dispatch."""
 
     def apply_function(self, cls: type, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -65,6 +66,7 @@ def patched(
         stack.enter_context(_functions_applied_by(tracer.apply_function))
         stack.enter_context(_checkpoints_traced_through(running, tracer.run_reentrant))
         stack.enter_context(_scripts_inlined())
+        stack.enter_context(vmap_traced(tracer))
         stack.enter_context(_modules_converted())
         stack.enter_context(_training_watched(note_training))
         stack.enter_context(_batches_averaged())

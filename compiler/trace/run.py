@@ -28,6 +28,7 @@ from shardwright.compiler.trace.fakes import (
     unchanged,
     without_logs_of_fakes,
 )
+from shardwright.compiler.trace.known_inputs import KnownInput
 from shardwright.compiler.trace.loops import warn_of_unrolled
 from shardwright.compiler.trace.patches import patched
 from shardwright.compiler.trace.recorder import Recorder, Variable
@@ -49,12 +50,20 @@ class Traced:
     reads_training: bool
 
 
-def run_once(module: torch.nn.Module, arguments: Arguments, dynamic_dims: DynamicDims, name: str, *, training: bool) -> Traced:
-    """Trace ``module`` in training or eval mode; the module is left as it was."""
+def run_once(
+    module: torch.nn.Module,
+    arguments: Arguments,
+    dynamic_dims: DynamicDims,
+    known: Mapping[str, KnownInput],
+    name: str,
+    *,
+    training: bool,
+) -> Traced:
+    """Trace ``module`` in training or eval mode; the module is left as it was. ``known``: inputs whose values it may read."""
     registry.load_tables()  # before tracing replaces functions of torch itself
     with unchanged(module), caches_without_fakes():
         module.train(training)
-        run = _Run(module, arguments, dynamic_dims, name)
+        run = _Run(module, arguments, dynamic_dims, known, name)
         try:
             return run.trace()
         finally:
@@ -64,8 +73,15 @@ def run_once(module: torch.nn.Module, arguments: Arguments, dynamic_dims: Dynami
 
 
 class _Run:
-    def __init__(self, module: torch.nn.Module, arguments: Arguments, dynamic_dims: DynamicDims, name: str) -> None:
-        self.module, self.arguments, self.name = module, arguments, name
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        arguments: Arguments,
+        dynamic_dims: DynamicDims,
+        known: Mapping[str, KnownInput],
+        name: str,
+    ) -> None:
+        self.module, self.arguments, self.known, self.name = module, arguments, known, name
         self.dynamic = Dynamic(dynamic_dims, arguments.tensor_shapes())
         self.running = RunningModules(module)
         self.recorder = Recorder(self.running, self.dynamic)
@@ -98,6 +114,7 @@ class _Run:
             argument_order=self.arguments.order,
             constants=tuple(self.recorder.constants),
             dynamic_dims=tuple(DynamicDim(self.inputs[p].name, dim, name) for p, dim, name in self.dynamic.all_dims()),
+            constant_inputs=tuple(self.constants.inputs_read()),
             conditions=self.dynamic.conditions(),
             autocast=self.autocast,
             module_types={path: type(module).__name__ for path, module in self.module.named_modules(remove_duplicate=False)},
@@ -119,6 +136,9 @@ class _Run:
         shape = tuple(self.dynamic.size(size) for size in fake.shape)
         value = IRValue(self.recorder.names.unique(path), shape, leaf.dtype, differentiable, ValueKind.INPUT)
         self.recorder.bind_source(fake, value)
+        self.constants.add_dummy(value.name, leaf)
+        if path in self.known:
+            self.constants.add_input(value.name, self.known[path])
         if leaf.requires_grad:
             self.recorder.ask_gradient(value, leaf=leaf.is_leaf)
         self.inputs[path] = value

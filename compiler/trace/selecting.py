@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shardwright.compiler.ir.value import IRValue
+from shardwright.compiler.ops.stand_ins import all_chosen
 from shardwright.compiler.trace.call_arguments import binds, tensors_in
 from shardwright.compiler.trace.callables import is_getter
 from shardwright.compiler.trace.constants import RANDOM, Constants
@@ -116,19 +118,54 @@ class Selecting:
         result, form = NotImplemented, elementwise(name)
         with self._mode:
             if is_getter(func):
-                pass
+                of = self._of(args[0])
+                if name == "shape" and of is not None:
+                    return (of.mask.sum(), *of.row)
+            elif name == "size" and (arguments[1:] or tuple(named.values())) in ((0,), (-1 - len(arguments[0].row),)):
+                return arguments[0].mask.sum()
             elif name in READERS and binds(READERS[name], arguments, named):
                 result = READERS[name](*arguments, **named)
             elif name == "__setitem__":
                 result = self._write(*arguments)
             elif form is not None:
                 result = of_elements(getattr(torch.Tensor, form[0], func) if form[1] else func, arguments, named)
+        if result is NotImplemented and (every := self._taken_whole((args, kwargs))) is not None:
+            with self._mode:
+                return func(*every[0], **every[1])
         if result is NotImplemented:
             raise next(filter(None, map(self._of, tensors_in((args, kwargs))))).error
         if form is not None and form[1]:
             self._recorder.selections[id(args[0])] = result
             return args[0]
         return self._stand_in(result) if isinstance(result, Selection) else result
+
+    def _taken_whole(self, arguments: Any) -> Any:
+        """The arguments with all elements in the place of selections, if the dummy arguments choose all of them.
+
+        The program checks in every call that they do. ``None`` if the dummy arguments leave some out.
+        """
+        chosen = [found for tensor in tensors_in(arguments) if (found := self._of(tensor)) is not None]
+        if not all(self._constants.all_true_in_dummies(found.mask) for found in chosen):
+            return None
+        args, kwargs = arguments
+        return tuple(map(self._whole, args)), {key: self._whole(arg) for key, arg in kwargs.items()}
+
+    def _whole(self, arg: Any) -> Any:
+        if type(arg) in (tuple, list):
+            return type(arg)(map(self._whole, arg))
+        found = self._of(arg) if isinstance(arg, torch.Tensor) else None
+        if found is None:
+            return arg
+        warnings.warn(
+            f"the mask at {self._recorder.where()} chooses every element of the dummy arguments: that is compiled in, and a "
+            "call in which it leaves one out is refused",
+            stacklevel=2,
+        )
+        with self._mode:
+            checked = all_chosen(found.whole, found.rows_of(found.mask))
+            checked = checked.flatten(0, found.mask.ndim - 1) if found.mask.ndim > 1 else checked
+        self._constants.take_as_true(found.mask)
+        return checked
 
     def _write(self, target: Any, index: Any, chosen: Any) -> Any:
         """``target[mask] = chosen``, where the same mask has chosen it."""
@@ -137,7 +174,11 @@ class Selecting:
             return NotImplemented
         by = self._recorder.value(chosen.mask)
         if not self._same(by, self._recorder.value(mask)) or chosen.whole.shape != target.shape:
-            return NotImplemented
+            if chosen.row != target.shape[mask.ndim :] or mask.shape != target.shape[: mask.ndim]:
+                return NotImplemented
+            rows = mask[(..., *[None] * len(chosen.row))] if chosen.row else mask
+            target.copy_(target.masked_scatter(rows.expand(target.shape), chosen.chosen_first().to(target.dtype)))
+            return None
         target.copy_(torch.where(chosen.rows_of(chosen.mask), chosen.whole, target))
         return None
 

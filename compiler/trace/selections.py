@@ -54,6 +54,17 @@ class Selection:
         """A tensor like the mask with dims of size 1 for those of a row."""
         return mask[(..., *[None] * len(self.row))] if self.row else mask
 
+    def chosen_first(self) -> Tensor:
+        """All elements in one row, those that are chosen in front and in their order: what they are in ``whole[mask]``."""
+        dropped = self.mask.logical_not().flatten()
+        order = dropped.to(torch.int64).argsort(stable=True)
+        return self.whole.flatten(0, self.mask.ndim - 1)[order].flatten()
+
+    def count(self) -> Tensor:
+        """The number of chosen elements."""
+        rows = self.mask.sum()
+        return rows * math.prod(self.row) if self.row else rows
+
     def harmless(self) -> Tensor:
         """The whole with a number in the places that were not chosen that nothing divides by zero for, or the like."""
         return self.filled(_HARMLESS if self.whole.is_floating_point() or self.whole.is_complex() else 1)
@@ -68,9 +79,7 @@ def _mean(input: Selection, dim: Any = None, keepdim: bool = False, *, dtype: to
     dims = _dims(input, dim, keepdim)
     if dims is None:
         return NotImplemented
-    count = input.mask.sum()
-    if dim is None and input.row:
-        count = count * math.prod(input.row)
+    count = input.count() if dim is None else input.mask.sum()
     return input.filled(0).sum(dims, dtype=dtype) / count
 
 
@@ -127,15 +136,27 @@ def _ctc_loss(
     """Of targets end to end: those of sample n begin where those of the samples before it end."""
     if not isinstance(targets, Selection) or not isinstance(target_lengths, Tensor) or targets.mask.ndim != 2 or targets.row:
         return NotImplemented
-    dropped = targets.mask.logical_not().flatten()
-    chosen_first = targets.whole.flatten()[dropped.to(torch.int64).argsort(stable=True)]
+    chosen_first = targets.chosen_first()
     starts = target_lengths.cumsum(0) - target_lengths
     places = starts[:, None] + torch.arange(targets.mask.shape[1], device=starts.device)
     rows = chosen_first[places.clamp(max=chosen_first.shape[0] - 1)]
     return F.ctc_loss(log_probs, rows, input_lengths, target_lengths, blank, reduction, **kwargs)
 
 
+def _numel(input: Selection) -> Tensor:
+    """A tensor in the place of a number: it can be compared in a check, and computed with."""
+    return input.count()
+
+
+def _masked_scatter(input: Any, mask: Any, source: Any) -> Any:
+    if isinstance(input, Selection) or isinstance(mask, Selection) or not isinstance(source, Selection):
+        return NotImplemented
+    return input.masked_scatter(mask, source.chosen_first())
+
+
 READERS: dict[str, Callable[..., Any]] = {
+    "numel": _numel,
+    "masked_scatter": _masked_scatter,
     "sum": _sum,
     "mean": _mean,
     "cross_entropy": _cross_entropy,

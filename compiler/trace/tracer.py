@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from shardwright.compiler.ops.known_functions import register_known
 from shardwright.compiler.trace import inplace
 from shardwright.compiler.trace.call_arguments import (
     has_traced,
+    is_numbers,
     is_sizes,
     only_first_differentiable,
     tensors_in,
@@ -32,6 +34,7 @@ from shardwright.compiler.trace.callables import is_getter, is_setter, plain_nam
 from shardwright.compiler.trace.constants import SIZED, Constants
 from shardwright.compiler.trace.fake_forms import FAKE_FORMS
 from shardwright.compiler.trace.gradient_facts import FACTS, GradientFacts
+from shardwright.compiler.trace.guards import finite_outcome
 from shardwright.compiler.trace.normalise import on_rank_device
 from shardwright.compiler.trace.opening import opened
 from shardwright.compiler.trace.recorder import Call, Recorder, TensorType, Variable
@@ -66,12 +69,15 @@ class Tracer(TorchFunctionMode):
         self._recorder, self._constants = recorder, constants
         self._selecting, self._facts = Selecting(recorder, constants, self), GradientFacts(recorder)
         self._running = 0  # calls being executed: what they call themselves is not recorded
+        self._unseen = False
         self._open: list[Any] = []  # composites that run opened now
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if self._unseen:
+            return func(*args, **kwargs)
         name = plain_name(func)
         if not self._running and self._selecting.is_read((args, kwargs)):
             return self._selecting.read(func, name, args, kwargs)
@@ -94,6 +100,8 @@ class Tracer(TorchFunctionMode):
         except ShardwrightError:
             raise
         except (*_DATA_DEPENDENT, UnsupportedOperatorException) as error:
+            if name in ("__bool__", "is_nonzero", "item") and (outcome := finite_outcome(self._recorder, args[0])) is not None:
+                return outcome
             if (passes := self._passing_check(name)) is not None:
                 return passes
             if (real := self._real_values((args, kwargs))) is not None:
@@ -116,6 +124,8 @@ class Tracer(TorchFunctionMode):
         if func in _LITERALS and args and is_sizes(args[0]):
             with self:
                 return _tensor_of_sizes(args[0], kwargs.get("dtype"))
+        if func in _LITERALS and args and (stacked := self._stacked(args[0], kwargs.get("dtype"))) is not None:
+            return stacked
         if func is torch.autograd.grad or func is torch.Tensor.backward:
             raise self._error(
                 f"forward calls {'torch.autograd.grad' if name == 'grad' else 'Tensor.backward'}()",
@@ -127,6 +137,9 @@ class Tracer(TorchFunctionMode):
             raise self._error(
                 f"forward calls {name}() on a tensor, which tracing would lose", "write it as a torch.autograd.Function"
             )
+        assumed = name in VALUE_READERS and any(map(self._constants.is_assumed, tensors_in(args)))
+        if assumed and (passes := self._passing_check(name)) is not None:  # a check makes no constant of an input
+            return passes
         if name in VALUE_READERS and (real := self._real_values((args, kwargs))) is not None:
             with unset_fake_temporarily():
                 return func(*real[0], **real[1])
@@ -140,6 +153,8 @@ class Tracer(TorchFunctionMode):
             kwargs["device"] = _CPU
         if name == "to":
             args = tuple(_CPU if isinstance(arg, str) else arg for arg in args)
+        if name == "__setitem__":
+            args = (args[0], self._constants.slices(args[1]), *args[2:])
         if name in ("__setitem__", "copy_", "fill_", "zero_"):
             return self._overwrite(func, name, args, kwargs)
         if name in inplace.DRAWS and func is getattr(torch.Tensor, name):
@@ -154,6 +169,8 @@ class Tracer(TorchFunctionMode):
             return self._run_open(func, parts, args, kwargs)
         if name == "as_strided":
             return self._run_strided(func, args, kwargs)
+        if name == "__getitem__":
+            args = (args[0], self._constants.slices(args[1]))
         if name in SIZED:
             args, kwargs = self._constants.sizes(name, args, kwargs)
         return self.record(func, name, args, kwargs)
@@ -317,6 +334,21 @@ class Tracer(TorchFunctionMode):
             self._recorder.ask_gradient(self._recorder.value(made), leaf=True)
         return made
 
+    def _stacked(self, data: Any, dtype: torch.dtype | None) -> torch.Tensor | None:
+        """``torch.tensor`` of a list that holds tensors of one element, as a stack; ``None`` for anything else."""
+        if not isinstance(data, tuple | list) or not data or not is_numbers(data):
+            return None
+        with self, torch.no_grad():
+            parts = [part for item in data if (part := self._element(item, dtype)) is not None]
+            return torch.stack(parts) if len(parts) == len(data) else None
+
+    def _element(self, item: Any, dtype: torch.dtype | None) -> torch.Tensor | None:
+        if isinstance(item, tuple | list):
+            return self._stacked(item, dtype)
+        if isinstance(item, torch.Tensor):
+            return item.detach().reshape(()).to(dtype or item.dtype)
+        return _tensor_of_sizes(item, dtype)
+
     def _real_values(self, arguments: Any) -> Any:
         """The arguments with real values in the place of fakes; ``None`` if some depend on more than constants."""
         unknown = False
@@ -342,6 +374,23 @@ class Tracer(TorchFunctionMode):
 
     # running
 
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Calls run without being recorded."""
+        outer, self._unseen = self._unseen, True
+        try:
+            yield
+        finally:
+            self._unseen = outer
+
+    def untransformed(self, name: str) -> TraceError:
+        """The error for an operator under ``torch.vmap`` that has no function of torch by its name."""
+        return self._error(
+            f"forward calls {name} under torch.vmap",
+            "write the batch dim out, or hide the call behind register_op",
+            "the operator on whole tensors has no form that can be recorded",
+        )
+
     def on_fakes(self, arg: Any) -> Any:
         """An argument with captured tensors as fakes, and every device the CPU."""
         if isinstance(arg, FakeTensor):
@@ -349,7 +398,7 @@ class Tracer(TorchFunctionMode):
         if isinstance(arg, torch.Tensor):
             if torch._C._functorch.is_functorch_wrapped_tensor(arg):
                 raise self._error(
-                    "forward uses torch.vmap or another torch.func transform",
+                    "forward uses a transform of torch.func",
                     "write the batch dim out, or hide the call behind register_op",
                     "operators under a transform are not seen as they run",
                 )
@@ -374,9 +423,15 @@ class Tracer(TorchFunctionMode):
 
     def apply_function(self, cls: type, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record ``cls.apply(...)`` of an autograd Function as one operator."""
+        if self._unseen:  # under torch.vmap: the gradient will be that of the operators in forward
+            if not cls.__module__.startswith("torch."):
+                raise self.untransformed(cls.__name__)
+            return cls.forward(*args, **kwargs)  # type: ignore[attr-defined]
         if self._running:
             return original(*args, **kwargs)
         args = self.on_fakes(args)
+        if cls.__module__.startswith("torch.") and cls.__name__ == "ModIndex":  # what TransformGetItemToIndex makes of x[i]
+            return args[0][tuple(args[1])]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with torch._C.DisableTorchFunction():
@@ -426,7 +481,8 @@ class Tracer(TorchFunctionMode):
         if isinstance(error, UnsupportedOperatorException):
             return self._error(f"{name}() has no rule for fake tensors", "hide the call behind register_op", str(error))
         drawn = name in VALUE_READERS and any(map(self._constants.is_drawn, tensors_in(args)))
-        why, hint = explained(func, name, drawn=drawn)
+        inputs = list(dict.fromkeys(input for tensor in tensors_in(args) for input in self._constants.whole_inputs(tensor)))
+        why, hint = explained(func, name, drawn=drawn, inputs=inputs)
         return self._error(f"{name}() needs the values of a tensor while tracing", hint, why)
 
 

@@ -24,7 +24,8 @@ def merge(train: IRGraph, eval_: IRGraph) -> IRGraph:
     Arguments that differ become :class:`WhenTraining`; operators that only serve buffer updates in training are marked
     ``only_in="train"``; anything else makes the graph of eval mode the ``eval_graph`` of the other.
     """
-    train, eval_ = train.live(), eval_.live()
+    read = dict((*eval_.constant_inputs, *train.constant_inputs))
+    train, eval_ = replace(train, constant_inputs=tuple(sorted(read.items(), key=lambda item: item[0]))).live(), eval_.live()
     try:
         return _Merge(train, eval_).result()
     except _Different:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from shardwright.compiler.ops import registry
@@ -54,8 +55,10 @@ VALUE_READERS = frozenset(_REMEDIES) - {"__getitem__", "repeat_interleave"}
 _OF_ANY_SIZE = {name for name, remedy in _REMEDIES.items() if remedy in (_ANY_SIZE, _FIRST, _COUNT)}
 
 
-def explained(function: Any, name: str, *, drawn: bool) -> tuple[str, str]:
-    """Why a function cannot be traced that reads values, and what to do. ``drawn``: random ones."""
+def explained(function: Any, name: str, *, drawn: bool, inputs: Sequence[str] = ()) -> tuple[str, str]:
+    """Why a function cannot be traced that reads values, and what to do. ``drawn``: random ones. ``inputs``: the integer
+    inputs that the values follow from, if they follow from nothing else.
+    """
     why = "the traced graph must be right for all inputs, and no values exist while tracing"
     found = registry.find(function)
     if found is not None and isinstance(found[0], UserOpDef):
@@ -65,4 +68,8 @@ def explained(function: Any, name: str, *, drawn: bool) -> tuple[str, str]:
     if name in _OF_ANY_SIZE:
         why = f"the size of what it returns depends on values; {why}"
     remedy = _REMEDIES.get(name, "use torch.where or masking instead")
+    if inputs:
+        named = ", ".join(f'"{input}": [...]' for input in inputs)
+        whose = f"{inputs[0]} is" if len(inputs) == 1 else f"{', '.join(inputs)} are"
+        return why, f"if {whose} the same in every call, declare so: ComputeConfig(constants={{{named}}}); else {remedy}"
     return why, f"{remedy}; or put the code into a function, and register_op it with fake="

@@ -4,6 +4,7 @@ A generated class lists the leaves of its arguments by path, as :func:`~shardwri
 
     inputs = {
         "input_ids": ("[batch, 128]", torch.int64),      # a tensor; a name is a size that may vary between calls
+        "grids": ("[1, 3]", torch.int64, [[1, 4, 4]]),   # a tensor of constant values, or with the digest of them
         "use_cache": True,                               # a literal: the trace took its value for granted
     }
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shardwright.runtime.errors import InputError
-from shardwright.runtime.structure import flatten
+from shardwright.runtime.structure import flatten, values_digest
 
 
 class _Absent:
@@ -36,16 +37,19 @@ ABSENT: Final = _Absent()
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """The tensor expected at one path. A ``str`` in ``shape`` names a size that may vary between calls."""
+    """The tensor expected at one path. A ``str`` in ``shape`` names a size that may vary between calls. ``values``: nested
+    lists, or a digest, if they must be the same in every call.
+    """
 
     shape: tuple[int | str, ...]
     dtype: torch.dtype
+    values: Any = None
 
     @classmethod
-    def parse(cls, shape: str, dtype: torch.dtype) -> TensorSpec:
+    def parse(cls, shape: str, dtype: torch.dtype, values: Any = None) -> TensorSpec:
         """From the text of a shape, ``"[batch, 128]"``."""
         sizes = [size.strip() for size in shape.strip("[] ").split(",") if size.strip()]
-        return cls(tuple(int(size) if size.isdecimal() else size for size in sizes), dtype)
+        return cls(tuple(int(size) if size.isdecimal() else size for size in sizes), dtype, values)
 
     def __str__(self) -> str:
         return f"{_dtype(self.dtype)}[{', '.join(map(str, self.shape))}]"
@@ -117,7 +121,19 @@ class InputTable:
                 known, source = sizes.setdefault(expected, (size, f"dim {dim} of {path!r}"))
                 if size != known:
                     self._refuse_shape(path, spec, value, f"dim {dim} is {size}, but {expected} is {known} in {source}")
+        if spec.values is not None:
+            self._check_values(path, spec.values, value)
         return value
+
+    def _check_values(self, path: str, expected: Any, value: Tensor) -> None:
+        digested = isinstance(expected, str)
+        now = values_digest(value) if digested else value.tolist()
+        if now != expected:
+            raise InputError(
+                f"{self.owner}: argument {path!r} has other values than the module was compiled for",
+                why="sizes follow from them" if digested else f"sizes follow from them; it is {now}, compiled as {expected}",
+                hint="pass the compiled values, or compile another module for these",
+            )
 
     def _refuse_missing(self, path: str, expected: Any, given: Mapping[str, Any]) -> None:
         if given.get(path, ABSENT) is not ABSENT:  # a container, an array: something that is no leaf
@@ -137,7 +153,7 @@ class InputTable:
 
 
 def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, tuple) and len(leaf) == 2 and isinstance(leaf[1], torch.dtype)
+    return isinstance(leaf, tuple) and len(leaf) in (2, 3) and isinstance(leaf[1], torch.dtype)
 
 
 def _same_literal(expected: Any, value: Any) -> bool:

@@ -10,6 +10,7 @@ from shardwright.runtime.ops.batch_norm import batch_norm
 from shardwright.runtime.ops.cross_entropy import cross_entropy, nll_loss
 from shardwright.runtime.ops.dropout import alpha_dropout, dropout, dropout1d, dropout2d, dropout3d, feature_alpha_dropout
 from shardwright.runtime.ops.embedding import embedding
+from shardwright.runtime.ops.guards import all_chosen, only_finite
 from shardwright.runtime.ops.means import (
     binary_cross_entropy,
     binary_cross_entropy_with_logits,
@@ -51,6 +52,7 @@ from shardwright.runtime.ops.sampling import (
 from shardwright.runtime.ops.softmax import log_softmax, logsumexp, softmax
 
 __all__ = [
+    "all_chosen",
     "alpha_dropout",
     "batch_norm",
     "bernoulli",
@@ -86,6 +88,7 @@ __all__ = [
     "nll_loss",
     "normal",
     "normal_like",
+    "only_finite",
     "poisson_nll_loss",
     "rand",
     "rand_like",

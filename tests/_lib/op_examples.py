@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwright.compiler.ops import registry
+from shardwright.compiler.ops.stand_ins import all_chosen, only_finite
 
 Call = tuple[Any, ...]
 
@@ -36,6 +37,12 @@ def _ints(high: int, *shape: int, low: int = 0) -> torch.Tensor:
 _GENERATOR = torch.Generator().manual_seed(0)
 X = _randn(4, 6, 7)
 IDS = _ints(7, 4, 5)
+
+
+def checks() -> list[Call]:
+    """Calls of operators that check what a branch took for granted."""
+    mask = torch.ones(4, 6, 1, dtype=torch.bool)
+    return [(only_finite, (X,)), (all_chosen, (X, mask)), (all_chosen, (X, mask[0]))]
 
 
 def products() -> list[Call]:
@@ -546,6 +553,7 @@ EXAMPLES: dict[str, list[Call]] = {
         new_tensors,
         indexed,
         views,
+        checks,
         products,
         reductions,
         norms,

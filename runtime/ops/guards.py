@@ -1,0 +1,46 @@
+"""Checks of what a traced branch took for granted. Each gives back its first argument.
+
+On a GPU, which is not waited for, a check that fails is a failed assertion of a kernel, as with indices out of range.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardwright.runtime.errors import InputError
+
+
+def only_finite(input: Tensor) -> Tensor:
+    """``input``, whose numbers are finite.
+
+    Raises :class:`InputError` if one is not: forward asks for that and goes another way then, which was not compiled.
+    """
+    _require(
+        torch.isfinite(input.detach()).all(),
+        "a number is infinite or no number where forward branches on that",
+        "the branch for finite numbers is compiled, the other one mends what overflows",
+        "scale the loss down, train in bfloat16 or float32, or look for what diverges",
+    )
+    return input
+
+
+def all_chosen(input: Tensor, mask: Tensor) -> Tensor:
+    """``input``, of which ``mask`` chooses every element.
+
+    Raises :class:`InputError` if it does not: the dummy arguments had no other, and sizes follow from that.
+    """
+    _require(
+        mask.all(),
+        "a mask leaves out elements that it chose when the module was compiled",
+        "how many elements it chooses decides sizes, and the mask of the dummy arguments is true everywhere",
+        "pass inputs without padding there, or compile another module for these",
+    )
+    return input
+
+
+def _require(holds: Tensor, what: str, why: str, hint: str) -> None:
+    try:
+        torch._assert_async(holds, f"{what}: {why}")
+    except RuntimeError as error:
+        raise InputError(what, why=why, hint=hint) from error

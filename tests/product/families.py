@@ -1,0 +1,448 @@
+"""Tiny models of all model folders of the installed transformers, under ``tp`` and ``data`` on 2 ranks, against one device.
+
+    python tests/product/families.py run --out DIR [--only llama t5] [--minutes 60] [--tests CHECKOUT]
+    python tests/product/families.py table --out DIR [--markdown docs/models.md]
+
+``run`` writes one line of JSON per folder to ``DIR/families.jsonl`` and goes on where an earlier run has stopped. Each folder
+runs in a child process with a limit. Models and inputs come from Hugging Face's own testers where ``--tests`` names a
+checkout of their repository (wheels and source distributions do not have them), else from a recipe (``tests/_lib/
+tiny_families.py``), which does not reach every model. Everything is float64. A model that is refused with labels or masks
+is tried without them. Where a refusal names inputs to declare as constants, the model is tried with those.
+
+``table`` counts the outcomes, prints them, and writes the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+import os
+import pkgutil
+import re
+import resource
+import signal
+import sys
+import time
+import unittest
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "_lib"))
+
+import tiny_families
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+import shardwright.compiler.verification.ranks as rank_runs
+import shardwright.compiler.verification.verify as verification
+from shardwright.runtime.errors import InternalError, ShardwrightError
+
+POLICIES = ("tp", "data")
+RANKS = 2
+CPU_LIMIT_S, WALL_LIMIT_S = 240, 1500
+TRIALS: tuple[dict[str, bool], ...] = ({}, {"mask": False}, {"mask": False, "labels": False})
+"""What a folder is tried with, one after the other until it is equal."""
+_MOST_CONSTANTS = 6
+
+
+# models and inputs
+
+
+def folders() -> list[str]:
+    """All model folders of the installed transformers."""
+    root = Path(transformers.__file__).parent / "models"
+    return sorted(path.name for path in root.iterdir() if any(path.glob("modeling_*.py")))
+
+
+def model_of(folder: str) -> type[nn.Module]:
+    """The class that stands for a folder."""
+    package = importlib.import_module(f"transformers.models.{folder}")
+    names = sorted(found.name for found in pkgutil.iter_modules(package.__path__))
+    files = [name for name in names if name.startswith("modeling_")]
+    classes = [
+        model
+        for name in files
+        for model in tiny_families.classes_of(importlib.import_module(f"transformers.models.{folder}.{name}"))
+    ]
+    if not classes:
+        raise LookupError("no model with a config")
+    return min(classes, key=lambda model: (tiny_families.place(model.__name__), classes.index(model)))
+
+
+def of_recipe(folder: str, *, mask: bool = True, labels: bool = True) -> tuple[nn.Module, dict[str, Any]]:
+    """A model and its inputs by the recipe."""
+    return tiny_families.working(model_of(folder), mask=mask, labels=labels)
+
+
+def of_tester(folder: str, tests: Path, *, mask: bool = True, labels: bool = True) -> tuple[nn.Module, dict[str, Any]]:
+    """A model and its inputs by a tester of Hugging Face. Raises :class:`LookupError` if the folder has none."""
+    for path in sorted((tests / "tests" / "models" / folder).glob("test_modeling_*.py")):
+        module = importlib.import_module(f"tests.models.{folder}.{path.stem}")
+        for case in vars(module).values():
+            is_case = inspect.isclass(case) and issubclass(case, unittest.TestCase) and case.__module__ == module.__name__
+            if not is_case or not hasattr(case, "all_model_classes"):
+                continue
+            test = case(next(name for name in dir(case) if name.startswith("test_")))
+            test.setUp()
+            if not hasattr(test, "model_tester") or not test.all_model_classes:
+                continue
+            return _from_tester(test, mask=mask, labels=labels)
+    raise LookupError(f"no tester for {folder}")
+
+
+def _from_tester(test: Any, *, mask: bool, labels: bool) -> tuple[nn.Module, dict[str, Any]]:
+    if isinstance(getattr(test.model_tester, "batch_size", None), int):
+        test.model_tester.batch_size = tiny_families.BATCH
+    config, inputs = test.model_tester.prepare_config_and_inputs_for_common()
+    model = min(test.all_model_classes, key=lambda found: tiny_families.place(found.__name__))
+    given = test._prepare_for_class(dict(inputs), model, return_labels=labels)
+    known = inspect.signature(model.forward).parameters
+    given = {name: value for name, value in given.items() if value is not None and name in known}
+    if not mask:
+        given = {name: value for name, value in given.items() if "attention_mask" not in name}
+    tiny_families.without_chance(config)
+    return tiny_families.built(model, config), given
+
+
+class Summed(nn.Module):
+    """A loss of whatever floating tensors a model returns."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Mapping[str, Any]) -> Tensor:
+        """The sum of means of sines of all results."""
+        return torch.stack([(3 * x + 0.5).sin().mean() for x in _floating(self.model(**inputs))]).sum()
+
+
+def _floating(result: Any) -> Iterator[Tensor]:
+    if isinstance(result, Tensor):
+        if result.is_floating_point() and result.numel():
+            yield result
+    elif isinstance(result, Mapping):
+        for name, value in result.items():
+            if not re.search("past|cache|attentions", str(name)):
+                yield from _floating(value)
+    elif isinstance(result, list | tuple):
+        for value in result:
+            yield from _floating(value)
+
+
+# one folder
+
+
+class _Counting(TorchDispatchMode):
+    """FLOPs of the products that run in this thread, backward included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+class _Watching:
+    """Counts FLOPs of one device and of each rank, and times compiles, while ``verify`` runs."""
+
+    def __init__(self) -> None:
+        self.one, self.ranks, self.compile_s = 0, [], 0.0
+        self._places = (
+            (rank_runs, "_train", self._train),
+            (verification, "reference_run", self._reference),
+            (verification, "compile_into", self._compile),
+        )
+
+    def __enter__(self) -> _Watching:
+        self._old = [getattr(owner, name) for owner, name, _ in self._places]
+        for owner, name, new in self._places:
+            setattr(owner, name, new)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for (owner, name, _), old in zip(self._places, self._old, strict=True):
+            setattr(owner, name, old)
+
+    def _train(self, module: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        with _Counting() as counting:
+            result = self._old[0](module, config, *args, **kwargs)
+        if config.plan_ngpus == RANKS:
+            self.ranks.append(counting.flops)
+        return result
+
+    def _reference(self, *args: Any, **kwargs: Any) -> Any:
+        with _Counting() as counting:
+            result = self._old[1](*args, **kwargs)
+        self.one = self.one or counting.flops
+        return result
+
+    def _compile(self, *args: Any, **kwargs: Any) -> Any:
+        start = time.process_time()
+        result = self._old[2](*args, **kwargs)
+        self.compile_s = self.compile_s or time.process_time() - start
+        return result
+
+
+def compare(model: nn.Module, given: dict[str, Any], policy: str) -> dict[str, Any]:
+    """``verify`` under one policy: its outcome, and what it took to get there."""
+    constants: dict[str, Any] = {}
+    while True:
+        with _Watching() as watch:
+            found = _outcome(model, given, policy, constants)
+        asked = [name for name in found.pop("asks_for", []) if name not in constants]
+        if not asked or len(constants) > _MOST_CONSTANTS:
+            break
+        constants |= {name: _leaf(given, name) for name in asked}
+    if watch.one and watch.ranks:
+        found["flops_share"] = round(max(watch.ranks) / watch.one, 3)
+    return {**found, "constants": sorted(constants), "compile_s": round(watch.compile_s, 2)}
+
+
+def _outcome(model: nn.Module, given: dict[str, Any], policy: str, constants: Mapping[str, Any]) -> dict[str, Any]:
+    config = {"plan_ngpus": RANKS, "runtime_ngpus": RANKS, "constants": constants}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            report = verification.verify(model, given, policy, config, steps=1)
+    except Exception as error:
+        named = isinstance(error, ShardwrightError) and not isinstance(error, InternalError)
+        declare = re.search(r"constants=\{(.*?)\}\); else", str(error))
+        asks = re.findall(r'"([^"]+)": \[', declare[1]) if declare else []
+        return {"outcome": "refused" if named else "crashed", "text": _text(error), "asks_for": asks}
+    return {"outcome": "equal"} if report.ok else {"outcome": "differs", "text": str(report)[:1500]}
+
+
+def _text(error: BaseException) -> str:
+    where = re.sub(r"/\S*/(transformers|torch)/", r"\1/", str(error))
+    return f"{type(error).__name__}: {where}"[:700]
+
+
+def _leaf(given: Mapping[str, Any], path: str) -> Any:
+    found: Any = given
+    for part in path.split("."):
+        found = found[part]
+    return found
+
+
+def try_folder(folder: str, tests: Path | None) -> Iterator[dict[str, Any]]:
+    """What is known of a folder, each time more is."""
+    row: dict[str, Any] = {"folder": folder}
+    start = time.process_time()
+    for trial in TRIALS:
+        row["trial"] = trial
+        try:
+            model, given = _made(folder, tests, trial)
+            row["model"] = type(model).__name__
+            model, given = _with_loss(model, given)
+        except Exception as error:
+            row.setdefault("not_run", _text(error))
+            break
+        row |= {policy: compare(model, given, policy) for policy in POLICIES}
+        row["cpu_s"] = round(time.process_time() - start, 1)
+        yield row
+        if all(row[policy]["outcome"] != "refused" for policy in POLICIES):
+            break
+    yield {**row, "cpu_s": round(time.process_time() - start, 1), "done": True}
+
+
+def _made(folder: str, tests: Path | None, trial: Mapping[str, bool]) -> tuple[nn.Module, dict[str, Any]]:
+    if tests is not None:
+        try:
+            return of_tester(folder, tests, **trial)
+        except LookupError:  # newer than the checkout
+            pass
+    return of_recipe(folder, **trial)
+
+
+def _with_loss(model: nn.Module, given: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    """A model whose result is a loss with gradients, and its arguments. Raises :class:`ValueError` if there is none."""
+    result = model(**given)
+    loss = result["loss"] if isinstance(result, Mapping) and result.get("loss") is not None else None
+    if loss is None or loss.ndim:
+        model, given = Summed(model).train(), {"inputs": given}
+        loss = model(**given)
+    if not bool(torch.isfinite(loss)):
+        raise ValueError("the loss of one device is not finite")
+    if not loss.requires_grad:
+        raise ValueError("the loss of one device has no gradients")
+    return model, given
+
+
+# all folders
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Every folder that has no row yet, each in a child."""
+    out: Path = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "families.jsonl"
+    wanted = arguments.only or folders()
+    todo = [folder for folder in wanted if folder not in rows_of(path) or arguments.again]
+    deadline = time.monotonic() + 60 * arguments.minutes
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    for word in ("auto.modeling_auto", "llama.modeling_llama"):  # what most children need, imported once
+        importlib.import_module(f"transformers.models.{word}")
+    for number, folder in enumerate(todo, 1):
+        if time.monotonic() > deadline:
+            break
+        row = in_child(folder, arguments.tests, out)
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{number}/{len(todo)} {folder} {summary(row)}", flush=True)
+
+
+def in_child(folder: str, tests: Path | None, out: Path) -> dict[str, Any]:
+    """The row of a folder; what a child had found when it met a limit."""
+    part = out / f".{folder}.json"
+    child = os.fork()
+    if child == 0:
+        try:
+            resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S + 5))
+            for row in try_folder(folder, tests):
+                part.with_suffix(".new").write_text(json.dumps(row))
+                part.with_suffix(".new").replace(part)
+        finally:
+            os._exit(0)
+    start = time.monotonic()
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() - start > WALL_LIMIT_S:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.1)
+    row = json.loads(part.read_text()) if part.exists() else {"folder": folder}
+    part.unlink(missing_ok=True)
+    if not row.pop("done", False):
+        row["not_run"] = row.get("not_run", f"more than {CPU_LIMIT_S} s of CPU, or killed")
+    return row
+
+
+def rows_of(path: Path) -> dict[str, dict[str, Any]]:
+    """The last row of every folder."""
+    if not path.exists():
+        return {}
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return {row["folder"]: row for row in rows}
+
+
+def outcome_of(row: Mapping[str, Any]) -> str:
+    """``equal``, ``refused``, ``differs``, ``crashed``, or ``not run``: the worst of both policies."""
+    outcomes = {row[policy]["outcome"] for policy in POLICIES if policy in row}
+    if not outcomes:
+        return "not run"
+    return next(word for word in ("crashed", "differs", "refused", "equal") if word in outcomes)
+
+
+def summary(row: Mapping[str, Any]) -> str:
+    """One line for people."""
+    outcome = outcome_of(row)
+    texts = [row[policy].get("text", "") for policy in POLICIES if policy in row]
+    why = next(filter(None, texts), row.get("not_run", ""))
+    return f"{outcome} {row.get('cpu_s', 0)} s" + (f" {why[:150]!r}" if outcome != "equal" else "")
+
+
+# the table
+
+
+def table(arguments: argparse.Namespace) -> None:
+    """Count, print, and write the page."""
+    rows = rows_of(arguments.out / "families.jsonl")
+    counts = Counter(map(outcome_of, rows.values()))
+    tried = sum(counts.values()) - counts["not run"]
+    print(", ".join(f"{count} {outcome}" for outcome, count in counts.most_common()))
+    print(f"equal: {counts['equal'] / max(tried, 1):.1%} of {tried} folders that one device runs")
+    if arguments.markdown:
+        arguments.markdown.write_text(page(rows, counts, tried))
+
+
+def page(rows: Mapping[str, dict[str, Any]], counts: Counter[str], tried: int) -> str:
+    """The page of models."""
+    groups: dict[str, list[str]] = {}
+    for folder, row in sorted(rows.items()):
+        groups.setdefault(outcome_of(row), []).append(folder)
+    lines = [
+        "# Models",
+        "",
+        "<!-- made by tests/product/families.py, which says how to make it again -->",
+        "",
+        f"All {len(rows)} model folders of transformers {transformers.__version__} were tried: a tiny model of each, in",
+        f"float64, one training step under `tp` and `data` on {RANKS} ranks, held to one device.",
+        "",
+        "| outcome | folders | what it means |",
+        "|---|---|---|",
+        f"| equal | {counts['equal']} | loss, gradients and parameters are those of one device |",
+        f"| refused | {counts['refused']} | an error says what cannot be compiled, where, and what to do |",
+        f"| differs | {counts['differs']} | numbers are not those of one device |",
+        f"| crashed | {counts['crashed']} | an error that is not in words |",
+        f"| not run | {counts['not run']} | the recipe makes no model, or no inputs that one device takes |",
+        "",
+        f"Of the {tried} that one device runs, {counts['equal'] / max(tried, 1):.0%} are equal.",
+        "",
+        "*FLOPs* is the share of one device's products that the busiest rank computes: 0.5 is an even split, 1 is none.",
+        "*compile* is CPU seconds for `tp`. *constants* are inputs that had to be declared in `ComputeConfig(constants=...)`",
+        "because sizes follow from their values.",
+        "",
+        "## Equal",
+        "",
+        "| folder | model | FLOPs, tp | FLOPs, data | compile | constants |",
+        "|---|---|---|---|---|---|",
+        *(_equal_line(folder, rows[folder]) for folder in groups.get("equal", [])),
+        "",
+    ]
+    for outcome in ("refused", "differs", "crashed"):
+        found = groups.get(outcome, [])
+        if found:
+            lines += [f"## {outcome.capitalize()}", "", "| folder | model | why |", "|---|---|---|"]
+            lines += [f"| {folder} | {rows[folder].get('model', '')} | {_why(rows[folder])} |" for folder in found]
+            lines.append("")
+    if missing := groups.get("not run"):
+        lines += ["## Not run", "", ", ".join(missing), ""]
+    return "\n".join(lines)
+
+
+def _equal_line(folder: str, row: Mapping[str, Any]) -> str:
+    shares = [f"{row[policy].get('flops_share', 0):.2f}" for policy in POLICIES]
+    constants = ", ".join(name.removeprefix("inputs.") for name in row["tp"]["constants"])
+    return f"| {folder} | {row['model']} | {' | '.join(shares)} | {row['tp']['compile_s']:.1f} s | {constants} |"
+
+
+def _why(row: Mapping[str, Any]) -> str:
+    text = next(row[policy]["text"] for policy in POLICIES if "text" in row[policy])
+    first = text.splitlines()[0].partition(": ")[2]
+    where = next((line.partition("where:")[2].strip() for line in text.splitlines() if "where:" in line), "")
+    return f"{first} ({Path(where.partition(' in ')[0]).name})".replace("|", "/") if where else first.replace("|", "/")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run", help="try folders")
+    running.add_argument("--only", nargs="+", metavar="FOLDER")
+    running.add_argument("--minutes", type=float, default=float("inf"))
+    running.add_argument("--tests", type=Path, help="a checkout of Hugging Face's repository")
+    running.add_argument("--again", action="store_true", help="also folders that have a row")
+    showing = commands.add_parser("table", help="count outcomes, and write the page")
+    showing.add_argument("--markdown", type=Path)
+    for command in (running, showing):
+        command.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    if getattr(arguments, "tests", None):
+        sys.path.insert(0, str(arguments.tests))
+    {"run": run, "table": table}[arguments.command](arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -51,6 +51,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AnnotationError",
+    "ArgumentError",
     "BroadcastGenFilesStrategy",
     "CheckpointError",
     "ComputeConfig",
@@ -97,6 +98,7 @@ __all__ = [
 
 _MODULES = {
     "AnnotationError": "shardwright.runtime.errors",
+    "ArgumentError": "shardwright.runtime.errors",
     "BroadcastGenFilesStrategy": "shardwright.runtime.config",
     "CheckpointError": "shardwright.runtime.errors",
     "ComputeConfig": "shardwright.runtime.config",

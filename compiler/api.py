@@ -18,6 +18,7 @@ from shardwright.compiler.job import Job
 from shardwright.compiler.module_source import ModuleSource
 from shardwright.policies.policy import PolicyFunction
 from shardwright.policies.registry import find_policy
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from shardwright.runtime.errors import ConfigError, DistributedError, LoadError, did_you_mean
 from shardwright.runtime.loader import load_class
@@ -30,6 +31,7 @@ from shardwright.runtime.ranks.world import World, current_world, world_of_threa
 Choice = TypeVar("Choice", bound=Enum)
 
 
+@checked
 def parallelize(
     module_or_module_class: nn.Module | type[nn.Module],
     dummy_forward_args: Mapping[str, Any],

@@ -38,6 +38,7 @@ from shardwright.compiler.weights import Tensors
 from shardwright.runtime.checkpoint.tensor_files import digest_tensors, write_tensors
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, LoadError, PlanError
+from shardwright.runtime.json_text import parse_json
 from shardwright.runtime.manifest import MANIFEST_FILE, Manifest, code_file, read_file, sha256
 from shardwright.runtime.module.weights import CONSTANTS_FILE, WEIGHTS_FILE
 from shardwright.runtime.swap import recover_folder, write_file, write_folder, writing
@@ -72,7 +73,7 @@ def _module_name(cls: type[Any]) -> str:
 def read_plan(directory: Path) -> Plan:
     """The plan of a directory. Raises :class:`LoadError` if it is missing or damaged."""
     try:
-        data = json.loads(read_file(directory, PLAN_FILE))
+        data = parse_json(read_file(directory, PLAN_FILE))
         check_plan_file(data)
     except ValueError as error:
         why = error.what if isinstance(error, PlanError) else str(error)

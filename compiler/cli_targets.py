@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from torch import nn
 
 from shardwright.compiler.module_source import ModuleSource, RealTables
 from shardwright.runtime.errors import ConfigError, did_you_mean
+from shardwright.runtime.json_text import parse_json
 
 
 def load_target(text: str) -> Any:
@@ -98,7 +98,7 @@ def read_settings(settings: Sequence[str]) -> dict[str, Any]:
 
 def _value(path: str, text: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
         if text.lstrip()[:1] in ("{", "["):
             raise ConfigError(

@@ -25,6 +25,7 @@ from shardwright.policies.autodist.policy import check_save, options_of, save, s
 from shardwright.policies.autodist.variants import Variant, Variants
 from shardwright.policies.policy import read_options
 from shardwright.runtime import structure
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
 
@@ -93,6 +94,7 @@ class SearchedPlan:
     variant: Variant
 
 
+@checked
 def search_plan(
     module: nn.Module,
     dummy_args: Mapping[str, Any],

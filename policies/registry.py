@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from shardwright.policies.policy import Policy, PolicyFunction
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import PlanError, did_you_mean
 
 BUILT_IN: Mapping[str, str] = {
@@ -24,6 +25,7 @@ BUILT_IN: Mapping[str, str] = {
 _registered: dict[str, Policy] = {}
 
 
+@checked
 def register_policy(name: str, *, options: type[Any] | None = None) -> Callable[[PolicyFunction], PolicyFunction]:
     """Give a policy function a name that ``parallelize`` and the command line accept::
 
@@ -49,6 +51,7 @@ def policy_names() -> tuple[str, ...]:
     return (*BUILT_IN, *_registered)
 
 
+@checked
 def find_policy(policy: str | PolicyFunction) -> Policy:
     """The policy of a name, or one made of a function. Raises :class:`PlanError`."""
     if not isinstance(policy, str):

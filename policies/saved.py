@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from shardwright.compiler.plan.refit import refit
 from shardwright.policies.policy import Policy, read_options
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
+from shardwright.runtime.json_text import parse_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ def read_plan_file(path: str | Path) -> Plan:
     """The plan in a file. Raises :class:`PlanError` if there is none, or the file is not a plan."""
     path = Path(path)
     try:
-        data = json.loads(path.read_text())
+        data = parse_json(path.read_text())
     except OSError as error:
         raise PlanError(f"no plan can be read from {path}", why=str(error), hint="name the plan.json of a compile") from error
     except ValueError as error:

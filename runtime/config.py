@@ -14,8 +14,10 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
+from shardwright.runtime.arguments import MOST_LEVELS, checked, is_too_deep
 from shardwright.runtime.distributed_config import DistributedOptimizerConfig
-from shardwright.runtime.errors import ConfigError, did_you_mean
+from shardwright.runtime.errors import ConfigError, brief, did_you_mean, malformed
+from shardwright.runtime.layout import MOST_RANKS
 from shardwright.runtime.named_fields import named_fields
 
 OUTPUT_MODES = ("whole", "sharded", "drop")
@@ -119,12 +121,12 @@ class ComputeConfig:
 
     def __post_init__(self) -> None:
         for name in ("plan_ngpus", "runtime_ngpus", "zero_ngroups"):
-            _check_count(name, getattr(self, name), at_least=1)
-        _check_count("seed", self.seed, at_least=0)
+            _check_count(name, getattr(self, name), at_least=1, at_most=MOST_RANKS)
+        _check_count("seed", self.seed, at_least=0, at_most=2**63 - 1)
         _check_count("check_ranks_every", self.check_ranks_every, at_least=0)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is True or False", why=f"it is {getattr(self, name)!r}")
+                raise ConfigError(f"{name} is True or False", why=f"it is {brief(getattr(self, name))}")
         _check_choice("grad_reduction", self.grad_reduction, ("sum", "mean"))
         _check_choice("rng", self.rng, ("fast", "plan_independent"))
         if self.distributed_optimizer is not None:
@@ -143,6 +145,7 @@ class ComputeConfig:
         object.__setattr__(self, "constants", _read_constants(self.constants))
 
     @classmethod
+    @checked
     def of(cls, config: ComputeConfig | Mapping[str, Any]) -> ComputeConfig:
         """The config itself, or one made of a mapping of its fields; an unknown field is a :class:`ConfigError`."""
         if isinstance(config, ComputeConfig):
@@ -154,7 +157,7 @@ class ComputeConfig:
         known = tuple(f.name for f in fields(cls))
         for name in config:
             if name not in known:
-                raise ConfigError(f"ComputeConfig has no field {name!r}", hint=did_you_mean(str(name), known))
+                raise ConfigError(f"ComputeConfig has no field {brief(name)}", hint=did_you_mean(name, known))
         for name in ("plan_ngpus", "runtime_ngpus"):
             if name not in config:
                 raise ConfigError(f"compute_config lacks {name}", hint=f"add {name!r}: the number of ranks")
@@ -176,6 +179,7 @@ class ComputeConfig:
         assert not self.leaves_zero_to_plan, "with_zero() comes first"
         return int(self.use_zero or 0)
 
+    @checked
     def with_zero(self, stage: int) -> ComputeConfig:
         """The config with a stage of ZeRO; without ZeRO nothing is left of what says how it splits.
 
@@ -199,9 +203,12 @@ class ComputeConfig:
         return {f.name: getattr(self, f.name) for f in fields(self)} | own
 
     @classmethod
+    @checked
     def from_json(cls, data: Mapping[str, Any]) -> ComputeConfig:
         """The reverse of :meth:`to_json`."""
-        dims = {path: {int(dim): name for dim, name in dims.items()} for path, dims in data.get("dynamic_dims", {}).items()}
+        with malformed(ConfigError, "dynamic_dims of a config maps inputs to their dims that may vary"):
+            found = data.get("dynamic_dims", {}).items()
+            dims = {path: {int(dim): name for dim, name in dims.items()} for path, dims in found}
         return cls.of({**data, "dynamic_dims": dims})
 
     def digest(self) -> str:
@@ -222,14 +229,16 @@ _FLAGS = (
 )
 
 
-def _check_count(name: str, value: Any, *, at_least: int) -> None:
+def _check_count(name: str, value: Any, *, at_least: int, at_most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise ConfigError(f"{name} is a whole number of at least {at_least}", why=f"it is {value!r}")
+        raise ConfigError(f"{name} is a whole number of at least {at_least}", why=f"it is {brief(value)}")
+    if value > at_most:
+        raise ConfigError(f"{name} is a whole number of at most {at_most:,}", why=f"it is {brief(value)}")
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} cannot be {value!r}", hint=did_you_mean(str(value), choices))
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(f"{name} cannot be {brief(value)}", hint=did_you_mean(value, choices))
 
 
 def _check_ranks(config: ComputeConfig) -> None:
@@ -246,7 +255,7 @@ def _check_ranks(config: ComputeConfig) -> None:
 def _check_bucket(config: ComputeConfig) -> None:
     cap = config.reducer_bucket_cap_mb
     if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < math.inf):
-        raise ConfigError("reducer_bucket_cap_mb is a size in MiB above 0, or None", why=f"it is {cap!r}")
+        raise ConfigError("reducer_bucket_cap_mb is a size in MiB above 0, or None", why=f"it is {brief(cap)}")
     if config.inference_only:
         for name in ("use_async_reducer", "reducer_bucket_cap_mb"):
             if getattr(config, name):
@@ -302,15 +311,16 @@ _WHY_NOT_GATHERED = {0: "each rank updates all that it holds", 3: "forward gathe
 
 def _check_zero(config: ComputeConfig) -> None:
     zero = config.use_zero
-    if zero != AUTO and (not isinstance(zero, int) or zero not in (0, 1, 2, 3)):
+    if not isinstance(zero, int | str) or zero not in (AUTO, 0, 1, 2, 3):
         raise ConfigError(
-            "use_zero is False, True (stage 1), a stage from 0 to 3, or 'auto' to leave it to the plan", why=f"it is {zero!r}"
+            "use_zero is False, True (stage 1), a stage from 0 to 3, or 'auto' to leave it to the plan",
+            why=f"it is {brief(zero)}",
         )
     if not zero:
         for name, default in (("zero_ngroups", 1), ("zero_use_reduce_scatter", False)):
             if getattr(config, name) != default:
                 raise ConfigError(
-                    f"{name}={getattr(config, name)!r} has no meaning without use_zero",
+                    f"{name}={brief(getattr(config, name))} has no meaning without use_zero",
                     why="it says how ZeRO splits the optimizer state",
                     hint=f"set use_zero=True, or leave out {name}",
                 )
@@ -335,32 +345,34 @@ def _check_order(order: str | None) -> None:
     if not names or not all(name.isidentifier() for name in names) or len(set(names)) < len(names):
         raise ConfigError(
             "rank_order is the names of the mesh axes, major to minor, joined by '-'",
-            why=f"it is {order!r}",
+            why=f"it is {brief(order)}",
             hint="for example 'dp-tp': neighbouring ranks differ along tp",
         )
 
 
 def _json_mapping(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{name} is a dict", why=f"it is {value!r}")
+        raise ConfigError(f"{name} is a dict", why=f"it is {brief(value)}")
+    if is_too_deep(value):
+        raise ConfigError(f"{name} is nested in itself, or too deeply", why=f"it has more than {MOST_LEVELS} levels")
     copy: dict[str, Any] = _json_value(name, value)
     return copy
 
 
 def _json_value(path: str, value: Any) -> Any:
-    """A copy of ``value`` made of dicts, lists and JSON's scalars."""
+    """A copy of ``value``, which is not nested too deeply, made of dicts, lists and JSON's scalars."""
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise ConfigError(f"the keys of {path} are strings", why=f"{key!r} is a {type(key).__name__}")
-        return {key: _json_value(f"{path}[{key!r}]", item) for key, item in value.items()}
+                raise ConfigError(f"the keys of {path} are strings", why=f"{brief(key)} is a {type(key).__name__}")
+        return {key: _json_value(f"{path}[{brief(key)}]", item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_json_value(f"{path}[{index}]", item) for index, item in enumerate(value)]
     if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value
     raise ConfigError(
         f"{path} is not a JSON value",
-        why=f"it is {value!r}, a {type(value).__name__}; the config is stored beside the generated code",
+        why=f"it is {brief(value)}, a {type(value).__name__}; the config is stored beside the generated code",
         hint="use numbers, strings, lists and dicts",
     )
 
@@ -369,12 +381,13 @@ def _read_outputs(outputs: Any) -> str | dict[str, str]:
     if isinstance(outputs, Mapping):
         for path, mode in outputs.items():
             if not isinstance(path, str):
-                raise ConfigError("outputs maps output paths to what is wanted of them", why=f"{path!r} is not a string")
-            _check_choice(f"outputs[{path!r}]", mode, OUTPUT_MODES)
+                raise ConfigError("outputs maps output paths to what is wanted of them", why=f"{brief(path)} is not a string")
+            _check_choice(f"outputs[{brief(path)}]", mode, OUTPUT_MODES)
         return dict(outputs)
-    if outputs not in ("all", "loss"):
+    if not isinstance(outputs, str) or outputs not in ("all", "loss"):
         raise ConfigError(
-            "outputs is 'all', 'loss', or a dict from output path to 'whole', 'sharded' or 'drop'", why=f"it is {outputs!r}"
+            "outputs is 'all', 'loss', or a dict from output path to 'whole', 'sharded' or 'drop'",
+            why=f"it is {brief(outputs)}",
         )
     return str(outputs)
 
@@ -406,21 +419,25 @@ def _as_lists(values: Any) -> Any:
 def _read_dynamic_dims(dynamic_dims: Any) -> dict[str, dict[int, str]]:
     hint = "for example {'input_ids': {0: 'batch', 1: 'seq'}}, or {'input_ids': [0, 1]}"
     if not isinstance(dynamic_dims, Mapping):
-        raise ConfigError("dynamic_dims maps inputs to their dims that may vary", why=f"it is {dynamic_dims!r}", hint=hint)
+        raise ConfigError("dynamic_dims maps inputs to their dims that may vary", why=f"it is {brief(dynamic_dims)}", hint=hint)
     result: dict[str, dict[int, str]] = {}
     for path, dims in dynamic_dims.items():
         if not isinstance(path, str) or not path or isinstance(dims, str) or not isinstance(dims, Iterable):
             raise ConfigError(
-                "dynamic_dims maps inputs to their dims that may vary", why=f"it has {path!r}: {dims!r}", hint=hint
+                "dynamic_dims maps inputs to their dims that may vary", why=f"it has {brief(path)}: {brief(dims)}", hint=hint
             )
         stem = path.replace(".", "_")
         named = dict(dims) if isinstance(dims, Mapping) else {dim: f"{stem}_{dim}" for dim in dims}
         for dim, name in named.items():
             if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
-                raise ConfigError(f"dynamic_dims[{path!r}]: dims are numbers from 0", why=f"{dim!r} is not one", hint=hint)
+                raise ConfigError(
+                    f"dynamic_dims[{brief(path)}]: dims are numbers from 0", why=f"{brief(dim)} is not one", hint=hint
+                )
             if not isinstance(name, str) or not name.isidentifier():
                 raise ConfigError(
-                    f"dynamic_dims[{path!r}]: the name of a size is a Python identifier", why=f"{name!r} is not one", hint=hint
+                    f"dynamic_dims[{brief(path)}]: the name of a size is a Python identifier",
+                    why=f"{brief(name)} is not one",
+                    hint=hint,
                 )
         result[path] = dict(sorted(named.items()))
     return dict(sorted(result.items()))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from shardwright.runtime.errors import ConfigError, did_you_mean
+from shardwright.runtime.errors import ConfigError, brief, did_you_mean
 from shardwright.runtime.named_fields import named_fields
 
 DTYPES: Mapping[str, str] = {
@@ -59,10 +59,10 @@ class DistributedOptimizerConfig:
         for field in fields(self):
             if field.type == "bool" and not isinstance(getattr(self, field.name), bool):
                 title = f"{field.name} of distributed_optimizer is True or False"
-                raise ConfigError(title, why=f"it is {getattr(self, field.name)!r}")
+                raise ConfigError(title, why=f"it is {brief(getattr(self, field.name))}")
         cap = self.bucket_cap_mb
         if isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < math.inf:
-            raise ConfigError("bucket_cap_mb of distributed_optimizer is a size in MiB above 0", why=f"it is {cap!r}")
+            raise ConfigError("bucket_cap_mb of distributed_optimizer is a size in MiB above 0", why=f"it is {brief(cap)}")
         if self.store_param_remainders and self.dtype not in (None, "float32"):
             raise ConfigError(
                 f"store_param_remainders has no meaning with dtype={self.dtype!r}",
@@ -86,7 +86,7 @@ class DistributedOptimizerConfig:
         known = tuple(field.name for field in fields(cls))
         for name in options:
             if name not in known:
-                raise ConfigError(f"distributed_optimizer has no option {name!r}", hint=did_you_mean(str(name), known))
+                raise ConfigError(f"distributed_optimizer has no option {brief(name)}", hint=did_you_mean(name, known))
         return cls(**options)
 
     def to_json(self) -> dict[str, Any]:
@@ -97,11 +97,11 @@ class DistributedOptimizerConfig:
 def _read_dtype(name: str, value: Any) -> str | None:
     if value is None:
         return None
-    text = str(value).removeprefix("torch.")
+    text = brief(value).strip("'").removeprefix("torch.")
     if text not in DTYPES:
         raise ConfigError(
             f"{name} of distributed_optimizer is float32, float16 or bfloat16",
-            why=f"it is {value!r}",
+            why=f"it is {brief(value)}",
             hint="float64 parameters keep their dtype with float32" if text == "float64" else None,
         )
     return DTYPES[text]

@@ -6,7 +6,10 @@ An error has four parts: *what* went wrong, *where* (the user's file:line and mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import reprlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class ShardwrightError(Exception):
@@ -22,6 +25,10 @@ class ShardwrightError(Exception):
 
 class ConfigError(ShardwrightError, ValueError):
     """A setting, or a combination of settings, that cannot be honoured."""
+
+
+class ArgumentError(ShardwrightError, TypeError):
+    """A function was called with an argument of the wrong type, or with other arguments than it has."""
 
 
 class TraceError(ShardwrightError, RuntimeError):
@@ -77,14 +84,56 @@ def format_error(what: str, *, where: str | None = None, why: str | None = None,
     return "\n".join(lines)
 
 
+@contextmanager
+def malformed(kind: type[ShardwrightError], what: str, *, where: str | None = None, hint: str | None = None) -> Iterator[None]:
+    """Inside the block, data from outside is taken apart: what Python says of it becomes the reason of an error of ``kind``."""
+    try:
+        yield
+    except ShardwrightError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise kind(what, where=where, why=f"{type(error).__name__}: {brief_text(error)}", hint=hint) from error
+
+
+def brief_text(error: BaseException) -> str:
+    """The text of an exception, if it has one, on one line."""
+    try:
+        return " ".join(str(error).split())[:300]
+    except Exception:  # of a number with thousands of digits, say
+        return "no text"
+
+
 def on_lines(reasons: Iterable[str]) -> str:
     """Several reasons as one part of an error, a line each."""
     return "\n         ".join(reasons)
 
 
-def did_you_mean(name: str, known: list[str] | tuple[str, ...]) -> str | None:
+class _Brief(reprlib.Repr):
+    """Values as Python writes them, as far as that is short."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 4, 200, 200, 100
+        self.maxlist = self.maxtuple = self.maxset = self.maxdict = 8
+
+    def repr_int(self, x: int, level: int) -> str:
+        if abs(x) < 10**self.maxlong:
+            return repr(x)
+        return f"a whole number of about {int(math.log10(2) * x.bit_length())} digits"  # long ones have no text at all
+
+
+def brief(value: object) -> str:
+    """A value for a message, however large, deep or broken it is."""
+    try:
+        return _Brief().repr(value)
+    except Exception:  # a class may do as it likes in __repr__, or have an odd name
+        return f"<{type(value).__name__}>"
+
+
+def did_you_mean(name: object, known: list[str] | tuple[str, ...]) -> str | None:
     """A hint naming the closest of ``known``, or all of them when nothing is close."""
     import difflib
 
+    name = name[:200] if isinstance(name, str) else brief(name)
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"one of {', '.join(map(repr, sorted(known)))}"

@@ -27,7 +27,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwright.runtime.errors import LoadError
+from shardwright.runtime.arguments import checked, checked_late
+from shardwright.runtime.errors import ConfigError, LoadError, brief, did_you_mean, malformed
 
 Size = Any
 """An ``int``, or while compiling a sympy expression over the names of dynamic input dims."""
@@ -37,6 +38,10 @@ Coords = Mapping[str, int]
 
 ZERO = "zero"
 """The axis that runs over units, outside of any mesh: ZeRO-3 stores parameters in pieces along it."""
+
+
+MOST_RANKS = 2**20
+"""The most ranks of a mesh, a job or a machine: a slip of the keyboard must not fill the memory."""
 
 
 def piece(count: int, num_pieces: int, index: int) -> tuple[int, int]:
@@ -51,7 +56,20 @@ class Mesh:
 
     axes: tuple[tuple[str, int], ...] = ()
 
+    def __post_init__(self) -> None:
+        for axis in self.axes if isinstance(self.axes, tuple) else (None,):
+            if not isinstance(axis, tuple) or len(axis) != 2 or type(axis[0]) is not str or not _is_count(axis[1]):
+                raise ConfigError(
+                    "a mesh is made of axes with names and sizes",
+                    why=f"{'its axes are' if axis is None else 'one axis is'} {brief(self.axes if axis is None else axis)}; "
+                    f"a size is a whole number from 1 to {MOST_RANKS:,}",
+                    hint='write Mesh((("dp", 2), ("tp", 4))), or Mesh.of({"dp": 2, "tp": 4})',
+                )
+        if self.size > MOST_RANKS:
+            raise ConfigError(f"a mesh of {brief(self.size)} ranks", why=f"it has at most {MOST_RANKS:,}")
+
     @classmethod
+    @checked
     def of(cls, axes: Mapping[str, int] | Mesh) -> Mesh:
         """The mesh itself, or that of a mapping from axis to size, major to minor."""
         return axes if isinstance(axes, Mesh) else cls(tuple(axes.items()))
@@ -66,14 +84,20 @@ class Mesh:
         """The number of ranks."""
         return math.prod(size for _, size in self.axes)
 
+    @checked_late
     def axis_size(self, axis: str) -> int:
         """The number of ranks along an axis."""
-        return dict(self.axes)[axis]
+        sizes = dict(self.axes)
+        if axis not in sizes:
+            raise ConfigError(f"the mesh has no axis {axis!r}", why=f"mesh {self}", hint=did_you_mean(axis, self.names))
+        return sizes[axis]
 
+    @checked_late
     def num_ranks(self, axes: Iterable[str]) -> int:
         """How many ranks differ along ``axes`` only."""
         return math.prod(map(self.axis_size, axes))
 
+    @checked_late
     def coords(self, rank: int) -> dict[str, int]:
         """The coordinates of ``rank``, in the order of the axes."""
         coords = {}
@@ -81,10 +105,13 @@ class Mesh:
             rank, coords[name] = divmod(rank, size)
         return {name: coords[name] for name in self.names}
 
+    @checked_late
     def rank(self, coords: Coords) -> int:
         """The rank at coordinates, the reverse of :meth:`coords`."""
         rank = 0
         for name, size in self.axes:
+            if name not in coords:
+                raise ConfigError(f"coordinates without the axis {name!r}", why=f"mesh {self}")
             rank = rank * size + coords[name]
         return rank
 
@@ -96,6 +123,7 @@ class Mesh:
         """The mesh of ``num_units`` units together: with the axis ``zero``, outermost, if they are several."""
         return Mesh(((ZERO, num_units), *self.axes)) if num_units > 1 else self
 
+    @checked_late
     def groups(self, axes: tuple[str, ...] | str) -> list[tuple[int, ...]]:
         """The rank groups that differ only along ``axes``, each in ascending order, in one order on all ranks."""
         axes = (axes,) if isinstance(axes, str) else axes
@@ -107,6 +135,10 @@ class Mesh:
 
     def __str__(self) -> str:
         return " x ".join(f"{name}={size}" for name, size in self.axes) or "one rank"
+
+
+def _is_count(size: Any) -> bool:
+    return type(size) is int and 1 <= size <= MOST_RANKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +211,7 @@ class Layout:
     grad_partial: tuple[str, ...] = ()
 
     @classmethod
+    @checked_late
     def whole(cls, shape: tuple[Size, ...], *, partial: tuple[str, ...] = (), grad_partial: tuple[str, ...] = ()) -> Layout:
         """Nothing cut: R, or P / G on the axes named."""
         return cls(tuple((Atom((size,)),) for size in shape), tuple(sorted(partial)), tuple(sorted(grad_partial)))
@@ -193,6 +226,7 @@ class Layout:
         """The axes that cut some dim, in the order of the dims."""
         return tuple(axis for dim in self.dims for atom in dim for axis in atom.axes)
 
+    @checked_late
     def placement(self, axis: str) -> str:
         """``'S(d)'``, ``'P'``, ``'G'`` or ``'R'``."""
         for index, dim in enumerate(self.dims):
@@ -200,6 +234,7 @@ class Layout:
                 return f"S({index})"
         return "P" if axis in self.partial else "G" if axis in self.grad_partial else "R"
 
+    @checked_late
     def dim_axes(self, dim: int) -> tuple[str, ...]:
         """The axes that cut ``dim``, outermost atom first."""
         return tuple(axis for atom in self.dims[dim] for axis in atom.axes)
@@ -229,6 +264,7 @@ class Layout:
         """The same layout with every dim in its shortest form."""
         return replace(self, dims=tuple(merge_atoms(dim) for dim in self.dims))
 
+    @checked_late
     def with_dim(self, dim: int, atoms: Dim) -> Layout:
         """The layout with other atoms for one dim."""
         return replace(self, dims=self.dims[:dim] + (atoms,) + self.dims[dim + 1 :])
@@ -247,12 +283,15 @@ class Layout:
         }
 
     @classmethod
+    @checked_late
     def from_json(cls, data: Mapping[str, Any]) -> Layout:
         """The reverse of :meth:`to_json`."""
-        dims = tuple(tuple(Atom(tuple(a["segments"]), tuple(a["axes"])) for a in dim) for dim in data["dims"])
-        return cls(dims, tuple(data["partial"]), tuple(data["grad_partial"]))
+        with malformed(LoadError, "this is no layout", hint="what Layout.to_json gives has dims, partial and grad_partial"):
+            dims = tuple(tuple(Atom(tuple(a["segments"]), tuple(a["axes"])) for a in dim) for dim in data["dims"])
+            return cls(dims, tuple(data["partial"]), tuple(data["grad_partial"]))
 
     @classmethod
+    @checked
     def parse(cls, text: str) -> Layout:
         """Read what ``str`` writes, with numbers for sizes: ``"[50257/tp, 3 * 12/tp * 64, 32+8+8/tp * 96] G(dp)"``.
 

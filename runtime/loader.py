@@ -10,6 +10,7 @@ import weakref
 from pathlib import Path
 from types import CodeType, ModuleType
 
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import LoadError
 from shardwright.runtime.manifest import Manifest, code_file, read_file, sha256
 from shardwright.runtime.module.parallel_module import ParallelModule
@@ -19,6 +20,7 @@ from shardwright.runtime.ranks.world import current_world
 _serial = itertools.count()
 
 
+@checked
 def load_class(directory: Path | str, rank: int | None = None) -> type[ParallelModule]:
     """The class generated for a rank, from the files in ``directory``.
 

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from shardwright import __version__
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import LoadError
+from shardwright.runtime.json_text import parse_json
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.module.declarations import Declaration
 from shardwright.runtime.swap import write_file
@@ -113,7 +115,7 @@ class Manifest:
         """
         path = directory / MANIFEST_FILE
         try:
-            data = json.loads(path.read_bytes())
+            data = parse_json(path.read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             raise LoadError(
                 f"{directory} holds no compiled module",
@@ -156,6 +158,7 @@ def check_versions(path: Path, data: Any) -> None:
             )
 
 
+@checked
 def accept(directory: Path | str) -> list[str]:
     """Make the code files of ``directory``, as they are now, the ones the manifest stands for. Returns the names that changed.
 

@@ -66,7 +66,10 @@ class ScheduleAction:
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 
 
-_ACTION = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
+_ACTION = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})", re.ASCII)
+
+MOST_CELLS = 2**20
+"""The most stages times microbatches of a schedule: more would fill the memory before anything else notices."""
 
 
 def parse_action(text: str) -> ScheduleAction:
@@ -78,8 +81,8 @@ def parse_action(text: str) -> ScheduleAction:
     match = _ACTION.fullmatch(text)
     if match is None:
         raise PlanError(
-            f"{text!r} is not an action of a schedule",
-            why="an action is written <stage><kind><microbatch>, with kind F, B, I or W",
+            f"{text[:60]!r} is not an action of a schedule",
+            why="an action is written <stage><kind><microbatch>, with kind F, B, I or W, and numbers of at most six digits",
             hint="write for example 0F3, 0B3, 0I3, 0W3; messages and reductions follow from these",
         )
     stage, kind, microbatch = match.groups()

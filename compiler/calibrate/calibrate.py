@@ -10,16 +10,17 @@ import itertools
 import math
 import os
 import platform
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardwright.compiler.calibrate.effort import Effort, effort_for
+from shardwright.compiler.calibrate.effort import Effort, effort_for, expected_s
 from shardwright.compiler.calibrate.fit import (
     Points,
     fit_fetches,
@@ -37,8 +38,11 @@ from shardwright.compiler.calibrate.reference import attention_s, measure_fetche
 from shardwright.compiler.cost.arithmetic import ATTENTION
 from shardwright.compiler.cost.hardware import COLLECTIVES, Device, Hardware, Tier
 from shardwright.compiler.schedule.sharing import Sharing
-from shardwright.runtime.errors import ConfigError
+from shardwright.runtime.errors import ConfigError, on_lines
 from shardwright.runtime.ranks.world import World
+
+Tell = Callable[[str], None]
+"""Called with a sentence about what is going on."""
 
 TIER_NAMES = ("node", "network")
 """Innermost first; ranks of one machine have the first only."""
@@ -51,16 +55,28 @@ def calibrate(device_type: str | None = None, num_ranks: int | None = None, *, q
     """The hardware this runs on, measured over ``num_ranks`` new processes, or over the ranks of the ``torchrun`` job.
 
     ``device_type`` is ``"cpu"`` or ``"cuda"``; CUDA where there is some if not given. ``num_ranks`` is by default the number of
-    CUDA devices, or of CPU cores (at least 2, at most 8). It takes about a minute, ``quick`` a few seconds.
+    CUDA devices, or of CPU cores (at least 2, at most 8). It takes about a minute, ``quick`` a few seconds; rank 0 says on
+    stderr what it is about. What no fit comes near is measured again.
 
     Raises:
-        ConfigError: no such device, more ranks than CUDA devices, or ``num_ranks`` other than the job's.
+        ConfigError: no such device, more ranks than CUDA devices, or ``num_ranks`` other than the job's; a machine that is too
+            busy for its numbers to be told.
     """
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     _check_request(device_type, num_ranks)
     if in_job():
-        return describe(measure_in_job(measure_rank, device_type, quick))
-    return describe(measure_in_processes(measure_rank, device_type, num_ranks or default_ranks(device_type), quick))
+        measured = measure_in_job(measure_rank, device_type, quick)
+    else:
+        measured = measure_in_processes(measure_rank, device_type, num_ranks or default_ranks(device_type), quick)
+    hardware = describe(measured)
+    found = doubts(hardware)
+    if found:
+        raise ConfigError(
+            "what was measured does not describe this machine, and nothing is written",
+            why=on_lines(doubt.words for doubt in found),
+            hint="other work keeps it busy: stop that, leave --quick out, or measure with fewer --ranks",
+        )
+    return hardware
 
 
 def default_ranks(device_type: str) -> int:
@@ -74,32 +90,94 @@ def measure_rank(world: World, quick: bool) -> dict[str, Any]:
     """One rank's part, with the effort that fits the device."""
     sharing = _sharing(_num_cores(world)) if world.device.type == "cpu" else None
     measures = sharing is None or int(os.environ.get("LOCAL_RANK", "0")) < sharing.num_cores
-    return measure(world, effort_for(world.device.type, quick=quick, measures=measures))
+    effort = effort_for(world.device.type, quick=quick, measures=measures)
+    return measure_until_certain(world, effort, _on_stderr if world.rank == 0 else _unheard)
 
 
-def measure(world: World, effort: Effort) -> dict[str, Any]:
-    """Everything that is measured, as JSON values, the same on all ranks. Collective."""
+def measure_until_certain(world: World, effort: Effort, tell: Tell) -> dict[str, Any]:
+    """Everything that is measured, and once more, up to :data:`REPEATS` times, what no fit comes near. Collective."""
+    tell(f"measuring takes about {expected_s(effort, len(_tiers(world)[1])):.0f} s, longer while other work goes on")
+    found = measure(world, effort, tell)
+    for _ in range(REPEATS):
+        parts = {doubt.part for doubt in doubts(describe(found))}
+        if not parts:
+            break
+        tell(f"again, as no fit comes near what was measured: {', '.join(sorted(parts))}")
+        again = measure(world, effort, tell, parts)
+        found |= again | {"seconds": found["seconds"] + again["seconds"]}
+    return found
+
+
+def measure(world: World, effort: Effort, tell: Tell | None = None, only: Collection[str] | None = None) -> dict[str, Any]:
+    """Everything that is measured, or ``only`` these parts, as JSON values, the same on all ranks. Collective."""
     start = time.perf_counter()
     sizes, tiers = _tiers(world)
-    return {
-        "device": _device_facts(world),
-        "sizes": sizes,
-        "products": measure_products(world, effort),
-        "streams": measure_streams(world, effort),
-        "launches": measure_launches(world, effort),
-        **(_measure_program(world, effort) if world.device.type == "cpu" else {}),
-        "links": measure_links(world, tiers, effort),
-        "seconds": time.perf_counter() - start,
+    parts: dict[str, Callable[[], Any]] = {
+        "products": lambda: measure_products(world, effort),
+        "streams": lambda: measure_streams(world, effort),
+        "launches": lambda: measure_launches(world, effort),
     }
+    if world.device.type == "cpu":  # what counts where a device waits for its host, and has nothing to do meanwhile
+        parts["host"] = lambda: measure_host(world, effort)
+        parts["fetches"] = lambda: measure_fetches(world, effort)
+        parts["references"] = lambda: measure_references(world, effort)
+    parts["links"] = lambda: measure_links(world, tiers, effort)
+    found: dict[str, Any] = {"device": _device_facts(world), "sizes": sizes}
+    chosen = [name for name in parts if only is None or name in only]
+    for number, name in enumerate(chosen, start=1):
+        if tell is not None:
+            tell(f"{number} of {len(chosen)}, after {time.perf_counter() - start:.0f} s: {TITLES[name]}")
+        found[name] = parts[name]()
+    return {**found, "seconds": time.perf_counter() - start}
 
 
-def _measure_program(world: World, effort: Effort) -> dict[str, Any]:
-    """What counts where a device waits for its host, and has nothing to do meanwhile."""
-    return {
-        "host": measure_host(world, effort),
-        "fetches": measure_fetches(world, effort),
-        "references": measure_references(world, effort),
-    }
+TITLES = {
+    "products": "matrix products",
+    "streams": "memory",
+    "launches": "the least time of an operator",
+    "host": "a program beside its operators",
+    "fetches": "products that fetch from memory",
+    "references": "operators of a model",
+    "links": "collectives",
+}
+
+
+def _on_stderr(text: str) -> None:
+    print(f"calibrate: {text}", file=sys.stderr, flush=True)
+
+
+def _unheard(text: str) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """A number that cannot be: ``part`` of the measurement that it comes from, and what is wrong with it in words."""
+
+    part: str
+    words: str
+
+
+def doubts(hardware: Hardware) -> list[Doubt]:
+    """What of a calibrated machine cannot be: fits far from what was measured, and messages that take no time."""
+    found = []
+    for name, error in hardware.residuals.items():
+        part = name.split(".")[0]
+        if error > MOST_ERROR:
+            words = f"{name}: on average the fit is {1 + error:.3g} times what was measured, or the other way round"
+            found.append(Doubt(part if part in TITLES else "links", words))
+    for tier in hardware.tiers if hardware.num_devices > 1 else ():
+        for kind, link in tier.kinds.items():
+            if link.latency_s <= 0:
+                found.append(Doubt("links", f"{tier.name}.{kind}: a message without bytes would take no time"))
+    return found
+
+
+MOST_ERROR = 3.0
+"""Of a fit: on average it is no more than four times as much as what was measured, or as little."""
+
+REPEATS = 2
+"""So often is measured again what no fit comes near."""
 
 
 def describe(measured: dict[str, Any]) -> Hardware:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from shardwright.compiler.cost.hardware import COLLECTIVES
+
 
 @dataclass(frozen=True)
 class Effort:
@@ -58,3 +60,17 @@ def effort_for(device_type: str, *, quick: bool, measures: bool = True) -> Effor
         message_bytes=full.message_bytes[:7:2],
         point_s=full.point_s / 3,
     )
+
+
+def expected_s(effort: Effort, num_tiers: int) -> float:
+    """About how long a calibration takes on a quiet machine."""
+    points = len(effort.dtypes) * len(effort.product_sizes) ** 3 + 10 * len(effort.stream_bytes) + OTHER_POINTS
+    messages = num_tiers * len(COLLECTIVES) * len(effort.message_bytes)
+    return points * effort.point_s + messages * (effort.point_s + WORK_BATCHES * effort.work_s)
+
+
+OTHER_POINTS = 50
+"""Of the least time of operators, of a program, and of the operators of models, about."""
+
+WORK_BATCHES = 100
+"""Stretches of work for one message, about."""

@@ -24,6 +24,7 @@ from shardwright.compiler.cost.plan_cost import Activity, PlanCost, RankCost
 from shardwright.compiler.cost.reduction import Reduction
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.program import Program
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.zero.settings import ReductionSettings
@@ -31,6 +32,7 @@ from shardwright.runtime.zero.settings import ReductionSettings
 __all__ = ["Activity", "PlanCost", "RankCost", "audit"]
 
 
+@checked
 def audit(
     program: Program | PipelineProgram,
     config: ComputeConfig,

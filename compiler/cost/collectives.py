@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwright.compiler.cost.hardware import COLLECTIVES, Hardware, Link
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import ConfigError, InternalError, did_you_mean
 from shardwright.runtime.layout import Mesh
 
@@ -42,6 +43,7 @@ Line = tuple[float, float]
 Ids = npt.NDArray[np.int64]
 
 
+@checked
 def collective_s(hardware: Hardware, kind: str, num_bytes: float, ranks: Sequence[int]) -> float:
     """Seconds of one collective over ``ranks``, while no other group communicates; 0.0 for one rank.
 
@@ -52,6 +54,8 @@ def collective_s(hardware: Hardware, kind: str, num_bytes: float, ranks: Sequenc
     Raises:
         ConfigError: an unknown kind, a rank that the hardware does not have or that is named twice.
     """
+    if not ranks:
+        raise ConfigError(f"a {kind} needs at least one rank", hint="name the ranks that take part")
     return _seconds(_group_lines(hardware, kind, tuple(ranks)), num_bytes)
 
 

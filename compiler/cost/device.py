@@ -10,6 +10,7 @@ from typing import Any
 from shardwright.compiler.cost.efficiency import BandwidthTable, EfficiencyTable
 from shardwright.compiler.cost.json_fields import Fields
 from shardwright.compiler.schedule.sharing import Sharing
+from shardwright.runtime.arguments import checked_fields
 from shardwright.runtime.errors import ConfigError
 
 
@@ -45,6 +46,7 @@ Both = tuple[float, float]
 """Of a forward, and of its backward."""
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Device:
     """One device.

@@ -30,7 +30,10 @@ import numpy.typing as npt
 from shardwright.compiler.cost.device import Device as Device
 from shardwright.compiler.cost.device import device_json, read_device
 from shardwright.compiler.cost.json_fields import Fields
-from shardwright.runtime.errors import ConfigError, did_you_mean
+from shardwright.runtime.arguments import checked, checked_fields
+from shardwright.runtime.errors import ConfigError, brief, did_you_mean
+from shardwright.runtime.json_text import parse_json
+from shardwright.runtime.layout import MOST_RANKS
 
 FORMAT = 1
 """The version of the JSON form."""
@@ -43,6 +46,7 @@ SizeRule = int | Literal["all"] | tuple[int, ...]
 """The sizes of a tier for any number of devices: groups of so many, one group, or the first of these."""
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Link:
     """What sending over a tier costs one device: ``latency_s`` per message, and ``bytes_per_s`` in each direction."""
@@ -51,6 +55,7 @@ class Link:
     bytes_per_s: float
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Tier:
     """One level of links.
@@ -84,6 +89,7 @@ class Tier:
         return np.repeat(np.arange(len(self.sizes)), self.sizes)
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Hardware:
     """All devices of a job. Its :meth:`digest` covers what decides costs: device and tiers.
@@ -142,6 +148,7 @@ class Hardware:
         return json.dumps(self.to_json(), indent=2) + "\n"
 
     @classmethod
+    @checked
     def from_json(cls, data: object, num_devices: int | None = None, where: str = "hardware") -> Hardware:
         """The hardware that JSON ``data`` describes, with ``num_devices`` devices if given; ``where`` names it in errors.
 
@@ -153,8 +160,8 @@ class Hardware:
         if fields.count("format") != FORMAT:
             raise fields.error("format", f"is {FORMAT} in this version")
         count = fields.count("num_devices") if num_devices is None else num_devices
-        if count < 1:
-            raise ConfigError(f"num_devices is at least 1, not {count}", where=where)
+        if not 1 <= count <= MOST_RANKS:
+            raise ConfigError(f"num_devices is from 1 to {MOST_RANKS:,}", where=where, why=f"it is {brief(count)}")
         hardware = cls(
             name=fields.text("name"),
             device=read_device(fields.child("device")),
@@ -172,6 +179,7 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(file.name.removesuffix(".json") for file in _presets().iterdir() if file.name.endswith(".json")))
 
 
+@checked
 def load_hardware(name_or_path: str, num_devices: int | None = None) -> Hardware:
     """The hardware of a preset, or of a JSON file (what ends in ``.json`` or has a slash is a path).
 
@@ -196,7 +204,7 @@ def load_hardware(name_or_path: str, num_devices: int | None = None) -> Hardware
             hint = f"shardwright calibrate --out {name_or_path} makes one; the presets are {', '.join(preset_names())}"
             raise ConfigError(f"cannot read the hardware file {name_or_path}", why=str(error), hint=hint) from error
     try:
-        data = json.loads(text)
+        data = parse_json(text)
     except json.JSONDecodeError as error:
         raise ConfigError("a hardware file that is not JSON", where=f"{where}, line {error.lineno}", why=error.msg) from error
     return Hardware.from_json(data, num_devices, where)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
-from shardwright.runtime.errors import ConfigError, did_you_mean
+from shardwright.runtime.errors import ConfigError, brief, did_you_mean
 
 
 class Fields:
@@ -17,7 +18,7 @@ class Fields:
 
     def __init__(self, data: object, where: str, path: str = "") -> None:
         self.where, self.path = where, path
-        if not isinstance(data, dict):
+        if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
             name = path or "the file"
             raise ConfigError(f"{name} is a JSON object with names and values", where=where, why=f"it is {_describe(data)}")
         self._data: dict[str, Any] = data
@@ -124,7 +125,9 @@ class Fields:
 
 
 def _is_number(value: object, zero: bool) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    if abs(value) > sys.float_info.max or not math.isfinite(value):
         return False
     return value > 0 or (zero and value == 0)
 
@@ -136,5 +139,5 @@ def _meant(key: str, unread: list[str]) -> str | None:
 
 
 def _describe(value: object) -> str:
-    text = "missing" if value is None else repr(value)
+    text = "missing" if value is None else brief(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

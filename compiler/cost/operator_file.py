@@ -8,6 +8,7 @@ from pathlib import Path
 from shardwright.compiler.cost.json_fields import Fields
 from shardwright.compiler.cost.operators import OperatorTimes
 from shardwright.runtime.errors import ConfigError
+from shardwright.runtime.json_text import parse_json
 
 FORMAT = 1
 """The version of the JSON form."""
@@ -28,7 +29,7 @@ def load_times(hardware: str) -> OperatorTimes | None:
     if file is None or not file.is_file():
         return None
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read", why=str(error), hint="measure again with shardwright profile") from error
     fields = Fields(data, str(file))

@@ -36,6 +36,7 @@ from shardwright.compiler.ops.render import call_source, imports_of
 from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.shards import DisagreementError, accepted, dual, is_continuous, joined, largest_difference, shards
 from shardwright.compiler.ops.strategy import Assignment, allowed, layouts, strategies
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import AnnotationError
 from shardwright.runtime.layout import Layout, Mesh, piece
 from shardwright.runtime.ops.random import RngState
@@ -100,6 +101,7 @@ class ProofReport:
         return "\n".join(lines)
 
 
+@checked
 def prove(
     operator: Operator,
     args: Sequence[Any],

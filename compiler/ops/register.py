@@ -36,6 +36,7 @@ from shardwright.compiler.ops.grammar import parse
 from shardwright.compiler.ops.opdef import OpDef, parse_signature
 from shardwright.compiler.ops.rule import FactorKind, Localise, OpRule, ParallelForm, TensorRefs
 from shardwright.compiler.ops.terms import indices
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import AnnotationError, ConfigError, did_you_mean
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -71,6 +72,7 @@ class UserOpDef(OpDef):
         return super().write(args, () if self.positional else by_keyword)
 
 
+@checked
 def register_op(
     annotation: str | Callable[..., str | OpRule],
     name: str | None = None,

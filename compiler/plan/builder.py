@@ -22,6 +22,7 @@ from shardwright.compiler.ir.printer import print_graph
 from shardwright.compiler.ops.strategy import allowed, factor_axes
 from shardwright.compiler.plan.check import check_assignment, check_layout, ops_of, output_paths, suggestion
 from shardwright.compiler.plan.plan import Note, Plan
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import PlanError, did_you_mean
 from shardwright.runtime.layout import Layout, Mesh
 
@@ -40,6 +41,7 @@ class PlannableGraph(IRGraph):
     def of(cls, graph: IRGraph) -> PlannableGraph:
         return cls(**{f.name: getattr(graph, f.name) for f in fields(IRGraph)})
 
+    @checked
     def builder(self, mesh: Mapping[str, int] | Mesh, order: str | None = None) -> PlanBuilder:
         """A builder of a plan on ``mesh``. ``order``: the axes major to minor, as in ``"dp-tp"``; default as written."""
         mesh = Mesh.of(mesh)
@@ -78,6 +80,7 @@ class PlanBuilder:
         self._outputs: dict[str, Layout | str | None] = {}
         self._notes: list[Note] = []
 
+    @checked
     def strategy(self, op: str | IROp, axis: str, strategy: str) -> PlanBuilder:
         """Give an operator a strategy (``R``, ``G``, ``split:<factor>``, ``linear:<i>``) along an axis."""
         found = self._op(op)
@@ -87,6 +90,7 @@ class PlanBuilder:
         self._strategies.setdefault(found.name, {})[axis] = strategy
         return self
 
+    @checked
     def partition(self, op: str | IROp, factor: str, axis: str) -> PlanBuilder:
         """Split a factor of an operator over an axis. ``factor`` is its name in the rule, or the name of its dim class."""
         found = self._op(op)
@@ -112,10 +116,12 @@ class PlanBuilder:
                 return found.name
         return None
 
+    @checked
     def replicate(self, op: str | IROp, axis: str, *, partial_gradient: bool = False) -> PlanBuilder:
         """Compute an operator on every rank of an axis; with ``partial_gradient`` its gradients stay summands (``G``)."""
         return self.strategy(op, axis, "G" if partial_gradient else "R")
 
+    @checked
     def split(self, dim: str | DimClass, axis: str, where: Callable[[IROp], bool] | None = None) -> PlanBuilder:
         """Split a dim of the model, by name or class, in every operator that has it and may split it."""
         self._check_axis(axis)
@@ -143,6 +149,7 @@ class PlanBuilder:
                 self._strategies[op.name] = assignment
                 return
 
+    @checked
     def store(self, fqn: str, layout: Layout | str) -> PlanBuilder:
         """Say how a parameter or buffer is held, e.g. ``"[50257/tp, 768]"``."""
         layout = Layout.parse(layout) if isinstance(layout, str) else layout
@@ -153,6 +160,7 @@ class PlanBuilder:
         self._stored[fqn] = layout
         return self
 
+    @checked
     def output(self, path: str, wish: Layout | str | None) -> PlanBuilder:
         """``"whole"`` (the default), ``"sharded"``, a layout, or ``None``: the output is not needed."""
         paths = output_paths(self.graph)
@@ -163,19 +171,23 @@ class PlanBuilder:
         self._outputs[path] = wish
         return self
 
+    @checked
     def pieces(self, op: IROp) -> dict[str, int]:
         """In how many pieces an operator's strategies so far cut its factors."""
         found = factor_axes(self._strategies.get(op.name, {}), self.mesh)
         return {factor: math.prod(map(self.mesh.axis_size, axes)) for factor, axes in found.items()}
 
+    @checked
     def note(self, op: IROp, axis: str, reason: str) -> PlanBuilder:
         """Leave a word for ``inspect``."""
         self._notes.append(Note(op.name, op.module_path, op.source.portable if op.source else "", axis, reason))
         return self
 
+    @checked
     def plan(self, policy: str = "custom") -> Plan:
         return Plan(self.mesh, self._strategies, self._stored, {}, self._outputs, policy, tuple(self._notes))
 
+    @checked
     def build(self, policy: str = "custom") -> PlannableGraph:
         """The graph with the plan applied."""
         return replace(self.graph, plan=self.plan(policy))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 
 from shardwright.compiler.schedule.simulate import Timeline
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.schedule import ScheduleAction
 
 IDLE = "·"
 
 
+@checked
 def draw_text(timeline: Timeline, width: int | None = None) -> str:
     """One line per rank, time to the right, waiting as dots; each action starts with the longest of its names that fits.
 

@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.compiler.schedule.schedule import Schedule
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import PlanError
+from shardwright.runtime.json_text import parse_json
 from shardwright.runtime.schedule import ScheduleAction, parse_action
 
 FORMAT = 1
@@ -32,6 +34,7 @@ FORMAT = 1
 _FIELDS = ("format", "name", "num_microbatches", "placement", "actions")
 
 
+@checked
 def save_schedule(schedule: Schedule, path: str | Path) -> None:
     """Write ``schedule`` as JSON or CSV, by the file's suffix.
 
@@ -42,6 +45,7 @@ def save_schedule(schedule: Schedule, path: str | Path) -> None:
     path.write_text((to_csv if _suffix(path) == ".csv" else to_json)(schedule), encoding="utf-8")
 
 
+@checked
 def load_schedule(path: str | Path) -> Schedule:
     """Read a schedule from JSON or CSV, by the file's suffix. A CSV's schedule has the name of the file.
 
@@ -57,11 +61,13 @@ def load_schedule(path: str | Path) -> Schedule:
     return from_csv(text, name=path.stem, where=str(path)) if suffix == ".csv" else from_json(text, where=str(path))
 
 
+@checked
 def to_csv(schedule: Schedule) -> str:
     """One line per rank. The name is not kept, nor ranks and microbatches without actions."""
     return "".join(",".join(map(str, actions)) + "\n" for actions in schedule.actions)
 
 
+@checked
 def from_csv(text: str, name: str = "custom", where: str = "schedule") -> Schedule:
     """The schedule in CSV ``text``; ``where`` names its source in errors.
 
@@ -91,10 +97,10 @@ def from_csv(text: str, name: str = "custom", where: str = "schedule") -> Schedu
         rows.append(tuple(actions))
     if not owner:
         raise PlanError("a schedule without actions", where=where, hint="write one line per rank, for example 0F0,0B0")
-    absent = sorted(set(range(max(owner))) - owner.keys())
-    if absent:
+    absent = next((stage for stage in range(max(owner)) if stage not in owner), None)
+    if absent is not None:
         raise PlanError(
-            f"no line has actions of stage {absent[0]}",
+            f"no line has actions of stage {absent}",
             where=where,
             why=f"stages are counted from 0 and there is a stage {max(owner)}",
         )
@@ -102,6 +108,7 @@ def from_csv(text: str, name: str = "custom", where: str = "schedule") -> Schedu
     return Schedule(num_microbatches, tuple(owner[stage][0] for stage in sorted(owner)), tuple(rows), name)
 
 
+@checked
 def to_json(schedule: Schedule) -> str:
     """Everything about ``schedule``, one line per rank."""
     rows = ",\n".join(f"    {json.dumps([str(action) for action in actions])}" for actions in schedule.actions)
@@ -115,6 +122,7 @@ def to_json(schedule: Schedule) -> str:
     return f'{{\n{fields}  "actions": [\n{rows}\n  ]\n}}\n'
 
 
+@checked
 def from_json(text: str, where: str = "schedule") -> Schedule:
     """The schedule in JSON ``text``: ``from_json(to_json(schedule)) == schedule``. ``where`` names its source in errors.
 
@@ -122,7 +130,7 @@ def from_json(text: str, where: str = "schedule") -> Schedule:
         PlanError: not JSON, a field missing, unknown or of the wrong type, an action that is none; names the line.
     """
     try:
-        data = json.loads(text)
+        data = parse_json(text)
     except json.JSONDecodeError as error:
         at = f"{where}, line {error.lineno}, column {error.colno}"
         raise PlanError("the schedule is not JSON", where=at, why=error.msg) from error

@@ -19,8 +19,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from shardwright.compiler.schedule.schedule import RankActions, Schedule, looped_placement, v_placement
-from shardwright.runtime.errors import PlanError, did_you_mean
-from shardwright.runtime.schedule import ActionKind, ScheduleAction
+from shardwright.runtime.arguments import checked
+from shardwright.runtime.errors import PlanError, brief, did_you_mean
+from shardwright.runtime.schedule import MOST_CELLS, ActionKind, ScheduleAction
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
@@ -29,6 +30,7 @@ StageRuns = list[tuple[int, int]]
 """Forwards or backwards in order, each a (stage, microbatch)."""
 
 
+@checked
 def generate(name: str, num_ranks: int, num_microbatches: int, chunks: int | None = None) -> Schedule:
     """The published schedule ``name`` for ``num_ranks`` ranks with ``chunks`` stages each.
 
@@ -209,7 +211,14 @@ class ScheduleMethod:
         """
         for noun, count in (("ranks", num_ranks), ("microbatches", num_microbatches)):
             if count < 1:
-                raise PlanError(f"a pipeline with {count} {noun}", hint=f"ask for at least one of the {noun}")
+                raise PlanError(f"a pipeline with {brief(count)} {noun}", hint=f"ask for at least one of the {noun}")
+        if num_ranks * num_microbatches * max(1, chunks) > MOST_CELLS:
+            raise PlanError(
+                f"schedule {self.name!r} is too long",
+                why=f"stages times microbatches are at most {MOST_CELLS:,}; asked for were {brief(num_ranks)} ranks, "
+                f"{brief(chunks)} stages on each, {brief(num_microbatches)} microbatches",
+                hint="ask for fewer microbatches",
+            )
         if chunks < self.min_chunks or (self.max_chunks is not None and chunks > self.max_chunks):
             accepted = f"exactly {self.min_chunks}" if self.max_chunks == self.min_chunks else f"at least {self.min_chunks}"
             raise PlanError(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwright.runtime.arguments import checked_fields
 from shardwright.runtime.schedule import ActionKind, ScheduleAction
 
 RankActions = tuple[ScheduleAction, ...]
 """What one rank does, in order."""
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Schedule:
     """The order of work of a pipeline.

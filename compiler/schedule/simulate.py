@@ -10,9 +10,12 @@ from shardwright.compiler.schedule.memory import peak_in_flight
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.sharing import SharedMachines
 from shardwright.compiler.schedule.waits import Position, Waits, run_order, waits_of
+from shardwright.runtime.arguments import checked, checked_fields
+from shardwright.runtime.errors import PlanError
 from shardwright.runtime.schedule import ActionKind, ScheduleAction
 
 
+@checked_fields
 @dataclass(frozen=True)
 class StageTimes:
     """How long one microbatch takes in a stage, in any unit of time. The default is what papers assume: F = I = W, B = 2F.
@@ -80,6 +83,7 @@ class Timeline:
         return peak_in_flight(self.schedule)
 
 
+@checked
 def simulate(
     schedule: Schedule,
     times: StageTimes | Sequence[StageTimes] = StageTimes(),
@@ -106,6 +110,8 @@ def simulate(
     """
     dataflow = Dataflow.chain(schedule.num_stages) if dataflow is None else dataflow
     by_stage = [times] * schedule.num_stages if isinstance(times, StageTimes) else times
+    if len(by_stage) < schedule.num_stages:
+        raise PlanError(f"times of {len(by_stage)} stages for a schedule of {schedule.num_stages}")
     run = _Run(schedule, by_stage, transfer_s, waits_of(schedule, dataflow), begins_s or {})
     order = run_order(schedule, run.waits)
     if machines is None:

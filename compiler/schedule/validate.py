@@ -8,13 +8,15 @@ from shardwright.compiler.schedule.dataflow import Dataflow
 from shardwright.compiler.schedule.memory import held_after
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.waits import run_order, waits_of
-from shardwright.runtime.errors import PlanError
-from shardwright.runtime.schedule import ActionKind, ScheduleAction
+from shardwright.runtime.arguments import checked
+from shardwright.runtime.errors import PlanError, brief
+from shardwright.runtime.schedule import MOST_CELLS, ActionKind, ScheduleAction
 
 MAX_LISTED = 8
 """How many missing actions an error names."""
 
 
+@checked
 def validate(
     schedule: Schedule,
     dataflow: Dataflow | None = None,
@@ -42,6 +44,7 @@ def validate(
         check_in_flight(schedule, max_in_flight)
 
 
+@checked
 def check_complete(schedule: Schedule) -> None:
     """Check that each stage runs each microbatch once, on its rank, with its backward in one or in two parts.
 
@@ -78,9 +81,15 @@ def _check_sizes(schedule: Schedule) -> None:
     ranks = set(range(schedule.num_ranks))
     if schedule.num_microbatches < 1 or not schedule.placement or set(schedule.placement) != ranks:
         raise PlanError(
-            f"schedule {schedule.name!r} of {schedule.num_microbatches} microbatches, with stages on the ranks "
+            f"schedule {schedule.name!r} of {brief(schedule.num_microbatches)} microbatches, with stages on the ranks "
             f"{sorted(set(schedule.placement))} and actions for {schedule.num_ranks} ranks",
             hint="give each rank a stage and its actions, and at least one microbatch",
+        )
+    if schedule.num_stages * schedule.num_microbatches > MOST_CELLS:
+        raise PlanError(
+            f"schedule {schedule.name!r} is too long",
+            why=f"stages times microbatches are at most {MOST_CELLS:,}; it has {schedule.num_stages} stages and "
+            f"{brief(schedule.num_microbatches)} microbatches",
         )
 
 
@@ -117,6 +126,7 @@ def _missing_backward(schedule: Schedule, seen: set[ScheduleAction], stage: int,
     return [part for part in (inputs, weights) if part not in seen] if parts else [whole]
 
 
+@checked
 def check_in_flight(schedule: Schedule, max_in_flight: int) -> None:
     """Check that no rank holds more than ``max_in_flight`` activations, counted in (stage, microbatch).
 

@@ -13,8 +13,10 @@ from shardwright.compiler.trace.checks import check_hooks, warn_mixed_training, 
 from shardwright.compiler.trace.known_inputs import known_inputs, warn_found
 from shardwright.compiler.trace.run import run_once
 from shardwright.compiler.trace.train_eval import merge
+from shardwright.runtime.arguments import checked
 
 
+@checked
 def trace(
     module: torch.nn.Module,
     dummy_args: Mapping[str, Any],

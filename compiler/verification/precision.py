@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import shardwright.compiler.api  # noqa: F401  (no table of dtypes may be made while the names are rebound)
 from shardwright.compiler.ops.registry import load_tables
+from shardwright.runtime.arguments import checked
 
 
 def _to_float64(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -53,6 +54,7 @@ _WIDER_DTYPES = {torch.float32: torch.float64}
 
 
 @contextlib.contextmanager
+@checked
 def float64_casts(*models: nn.Module) -> Iterator[None]:
     """While active, ``torch.float32``, ``torch.float``, ``Tensor.float`` and the default dtype are float64, and
     ``torch.cfloat`` is complex128.

@@ -1,9 +1,12 @@
-"""Which gradients are zero in exact arithmetic, and hold nothing but the rounding of what was summed.
+"""Which gradients hold rounding, wholly or but for a few digits, and how much of a difference that explains.
 
-A bias in front of a batch norm is one: the norm takes its effect away, and the terms of its gradient cancel. What is left
-depends on the order of summation, so two right answers agree in no digit, and how large it is depends on the terms, not on
-other gradients. The reference tells: trained again from weights and inputs that differ in their last bit only, it
-is as far from itself as such a gradient is from zero. Every other tensor stays at the bound of :mod:`deviation`.
+A bias in front of a batch norm has a gradient of zero: the norm takes its effect away, and the terms of its gradient cancel. A
+scale in front of one has nearly none. What is left depends on the order of summation, so two right answers agree in no digit
+or in few, and how large it is depends on the terms, not on other gradients. The reference tells: trained again from weights and
+inputs that differ in their last bit only, it is as far from itself as the numbers are uncertain. Where a gradient has most of
+its digits, every bound stays that of :mod:`deviation`. An example: a gradient of up to 4e-13 that is 3e-13 from itself means
+nothing, and a plan may differ in it by 3e-11; one of 4e-9 that is 3e-13 from itself has four digits, and may differ by 3e-11,
+too; one of 4e-3 that is 3e-13 from itself stays at the bound.
 """
 
 from __future__ import annotations
@@ -15,44 +18,80 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.compiler.verification.deviation import BOUND, Deviation, distance
+from shardwright.compiler.verification.deviation import Deviation, distance
 from shardwright.compiler.verification.reference import Reference
 from shardwright.compiler.verification.samples import copied
 from shardwright.runtime import structure
 
+Samples = Sequence[Sequence[Mapping[str, Any]]]
+Run = Callable[[nn.Module, Samples], Reference]
+"""Trains a model on samples, on one device."""
+
 NUM_REPEATS = 3
+UNCERTAIN = 1e-6
+"""How much of a gradient changes with the last bits of what it is computed from, where fewer than six digits mean anything."""
 INSIGNIFICANT = 0.25
-"""How much of a gradient changes with the last bits of what it is computed from, where no digit of it means anything."""
-ORDERS = 100.0
-"""How much further than one device from itself a plan may be in such a gradient: it adds other partial sums."""
+"""The same where no digit does. Below, the loss is asked whether the exact gradient is zero."""
+UNREAL = 0.01
+"""What is left of the change in the loss that a gradient promises, where its exact value is zero."""
+LEAST_MISTAKE = 0.01
+"""A plan with a mistake changes such a gradient by a larger part: a sum that is missing, or one term too many."""
+ORDERS: Mapping[str, float] = {"gradients": 100.0, "parameters": 10.0, "buffers": 10.0}
+"""How much further than one device from itself a plan may be, by kind: it adds other partial sums. What has been updated by a
+gradient without meaning is anywhere within its own noise, however large that is beside other tensors.
+"""
 
 
 def allow_rounding(
-    found: Mapping[str, Sequence[Deviation]], reference: Reference, repeats: Sequence[Reference]
+    found: Mapping[str, Sequence[Deviation]],
+    reference: Reference,
+    repeats: Sequence[Reference],
+    is_zero: Callable[[str], bool],
 ) -> dict[str, list[Deviation]]:
-    """``found`` with what is allowed for gradients that hold rounding only, for parameters that they update, and for buffers,
-    which see those parameters in later steps: ``ORDERS`` times the noise of the reference, where that is more than allowed
-    before, and ``BOUND`` of the kind's largest tensor at most.
+    """``found`` with what is allowed for uncertain gradients, for parameters that they update, and for buffers, which see
+    those parameters in later steps: :data:`ORDERS` times the noise of the reference, where that is more than allowed before.
+    Of a gradient whose exact value is not zero (``is_zero``, asked by its name), a difference of :data:`LEAST_MISTAKE` stays
+    one.
     """
-    only_rounding = {
-        d.name for d in found["gradients"] if _noise(d, "gradients", reference, repeats) >= INSIGNIFICANT * d.magnitude > 0.0
-    }
-    if not only_rounding:
+    noises = {d.name: _noise(d, "gradients", reference, repeats) for d in found["gradients"]}
+    uncertain = {d.name for d in found["gradients"] if noises[d.name] >= UNCERTAIN * d.magnitude > 0.0}
+    if not uncertain:
         return {kind: list(deviations) for kind, deviations in found.items()}
 
-    def allowed(kind: str, d: Deviation, most: float) -> Deviation:
-        if kind == "losses" or kind != "buffers" and d.name not in only_rounding:
+    def allowed(kind: str, d: Deviation) -> Deviation:
+        if kind == "losses" or (kind != "buffers" and d.name not in uncertain):
             return d
         noise = _noise(d, kind, reference, repeats)
-        if kind == "buffers" and ORDERS * noise <= d.allowed:
-            return d
-        return replace(d, allowed=max(d.allowed, min(ORDERS * noise, most)), noise=noise)
+        most = ORDERS[kind] * noise
+        noted = replace(d, noise=noise)
+        if kind == "gradients" and d.excess > 1.0 and noise < INSIGNIFICANT * d.magnitude and not is_zero(d.name):
+            most = min(most, LEAST_MISTAKE * d.magnitude)
+        return replace(noted, allowed=most) if most > d.allowed else d
 
-    result = {}
-    for kind, deviations in found.items():
-        most = BOUND * max((d.magnitude for d in deviations if d.allowed), default=0.0)
-        result[kind] = sorted((allowed(kind, d, most) for d in deviations), key=lambda d: d.excess, reverse=True)
-    return result
+    return {
+        kind: sorted((allowed(kind, d) for d in deviations), key=lambda d: d.excess, reverse=True)
+        for kind, deviations in found.items()
+    }
+
+
+def is_rounding_only(d: Deviation) -> bool:
+    """Whether hardly a digit of the reference means anything."""
+    return d.noise is not None and d.noise >= LEAST_MISTAKE * d.magnitude
+
+
+def is_zero_exactly(name: str, run: Run, model: nn.Module, samples: Samples, reference: Reference) -> bool:
+    """Whether the gradient of a parameter is zero in exact arithmetic, whatever was computed: then the loss stays where it is
+    when the parameter moves along that gradient, and far.
+    """
+    gradient = reference.gradients[name]
+    assert gradient is not None
+    promised, losses = gradient.abs().sum().item(), []
+    for sign in (1.0, -1.0):
+        moved = copied(model)
+        with torch.no_grad():
+            moved.get_parameter(name).add_(sign * gradient.sign().to(gradient.dtype))
+        losses.append(float(torch.stack([loss.sum() for loss in run(moved, samples).losses[0]]).sum()))
+    return abs(losses[0] - losses[1]) / 2 <= UNREAL * promised
 
 
 def _noise(d: Deviation, kind: str, reference: Reference, repeats: Sequence[Reference]) -> float:
@@ -61,11 +100,7 @@ def _noise(d: Deviation, kind: str, reference: Reference, repeats: Sequence[Refe
     return max(distance(getattr(repeat, kind)[d.name], expected) for repeat in repeats)
 
 
-def repeated(
-    run: Callable[[nn.Module, Sequence[Sequence[Mapping[str, Any]]]], Reference],
-    model: nn.Module,
-    samples: Sequence[Sequence[Mapping[str, Any]]],
-) -> Iterator[Reference]:
+def repeated(run: Run, model: nn.Module, samples: Samples) -> Iterator[Reference]:
     """What ``run`` computes from weights and inputs whose last bits were changed, at random but always alike."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(NUM_REPEATS):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from itertools import chain
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -72,7 +73,40 @@ def copied(model: nn.Module) -> nn.Module:
         for name in _slots(part):
             if hasattr(part, name):
                 setattr(new, name, copy.deepcopy(getattr(part, name), memo))
+        for name, value in vars(new).items():
+            object.__setattr__(new, name, _rebound(value, memo))
     return result
+
+
+def _rebound(value: Any, memo: Mapping[int, Any]) -> Any:
+    """A function, or one of several in a dict (of hooks, say), that sees the copies of modules and tensors where it sees those
+    of the model that was copied: ``lambda module, args: self.scale * args[0]``. A deep copy takes functions as they are.
+    """
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if isinstance(item, FunctionType):
+                value[key] = _rebound(item, memo)
+        return value
+    if not isinstance(value, FunctionType) or not value.__closure__:
+        return value
+    seen = [_content(cell) for cell in value.__closure__]
+    if not any(isinstance(item, nn.Module | Tensor) and id(item) in memo for item in seen):
+        return value
+    cells = tuple(
+        CellType(memo[id(item)]) if isinstance(item, nn.Module | Tensor) and id(item) in memo else cell
+        for cell, item in zip(value.__closure__, seen, strict=True)
+    )
+    rebound = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+    rebound.__kwdefaults__, rebound.__dict__ = value.__kwdefaults__, dict(value.__dict__)
+    return rebound
+
+
+def _content(cell: CellType) -> Any:
+    """What a function sees through one of its cells; ``None`` of one that is empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def _slots(part: nn.Module) -> list[str]:

@@ -22,9 +22,10 @@ from shardwright.compiler.verification.deviation import Deviation, LoneGradient,
 from shardwright.compiler.verification.precision import float64_casts
 from shardwright.compiler.verification.ranks import Samples, train_plan
 from shardwright.compiler.verification.reference import OptimizerFactory, Reference, adamw, reference_run
-from shardwright.compiler.verification.rounding import allow_rounding, repeated
+from shardwright.compiler.verification.rounding import allow_rounding, is_rounding_only, is_zero_exactly, repeated
 from shardwright.compiler.verification.samples import in_float64, model_in_float64, rolled
 from shardwright.policies.policy import PolicyFunction
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError
 from shardwright.runtime.layout import Mesh
@@ -73,17 +74,33 @@ class VerifyReport:
         return [f"{count} there on one side only", *(f"  {gradient}" for gradient in self.lone[:10]), *more]
 
     def _rounding(self) -> list[str]:
-        names = [d.name for d in self.deviations["gradients"] if d.noise is not None]
-        if not names:
-            return []
-        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-        return [
-            f"of {len(names)} gradients no digit means anything: {shown}",
-            "  they are zero in exact arithmetic (a bias in front of a norm, say): one device computes others when last bits",
-            "  of its weights and inputs change. They are compared with the size of that rounding",
-        ]
+        noisy = [d for d in self.deviations["gradients"] if d.noise is not None]
+        none = [d.name for d in noisy if is_rounding_only(d)]
+        few = [d.name for d in noisy if not is_rounding_only(d)]
+        lines = []
+        if none:
+            lines += [
+                f"of {len(none)} gradients no digit means anything: {_first(none)}",
+                "  they are zero in exact arithmetic (a bias in front of a norm, say)",
+            ]
+        if few:
+            lines += [
+                f"of {len(few)} gradients only a few digits mean anything: {_first(few)}",
+                "  their terms nearly cancel (a scale in front of a norm, say)",
+            ]
+        if lines:
+            lines += [
+                "  One device computes others when last bits of its weights and inputs change.",
+                "  They are compared with the size of that rounding",
+            ]
+        return lines
 
 
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+@checked
 def verify(
     model: nn.Module,
     dummy_args: Mapping[str, Any],
@@ -148,8 +165,12 @@ def verify(
             "parameters": deviations(ours.parameters, reference.parameters),
             "buffers": deviations(ours.buffers, reference.buffers),
         }
-        if any(d.excess > 1.0 for kind in ("gradients", "parameters") for d in found[kind]):
-            found = allow_rounding(found, reference, list(repeated(run_alone, model, samples)))
+        if any(d.excess > 1.0 for kind in ("gradients", "parameters", "buffers") for d in found[kind]):
+
+            def is_zero(name: str) -> bool:
+                return is_zero_exactly(name, run_alone, model, samples, reference)
+
+            found = allow_rounding(found, reference, list(repeated(run_alone, model, samples)), is_zero)
     losses = tuple(loss.item() for loss in ours.losses[-1])
     return VerifyReport(found, lone, losses, config.runtime_ngpus, mesh, compared_with)
 

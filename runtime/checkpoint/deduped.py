@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.checkpoint.agreement import together
 from shardwright.runtime.checkpoint.holdings import EXTRA_STATE, Holding, Holdings
 from shardwright.runtime.checkpoint.merged import is_plan
@@ -34,6 +35,7 @@ GROUP = "checkpoint"
 """The name under which communication is counted."""
 
 
+@checked
 def deduped_state_dict(module: nn.Module, optimizer: Optimizer | None = None) -> tuple[StateDict, StateDict | None]:
     """The state dicts of this rank without what an earlier rank has too. No communication.
 
@@ -68,6 +70,7 @@ def deduped_state_dict(module: nn.Module, optimizer: Optimizer | None = None) ->
     return state, {**full, "state": own, "param_groups": groups}
 
 
+@checked
 def load_deduped_state_dict(
     module: nn.Module,
     module_state_dict: Mapping[str, Any],

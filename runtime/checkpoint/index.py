@@ -16,6 +16,7 @@ from shardwright.runtime.checkpoint.ordering import Groups, united, united_group
 from shardwright.runtime.checkpoint.tensor_files import FileRecord
 from shardwright.runtime.checkpoint.values import dtype_named
 from shardwright.runtime.errors import CheckpointError
+from shardwright.runtime.json_text import parse_json
 from shardwright.runtime.regions import Region
 from shardwright.runtime.swap import write_file
 
@@ -221,7 +222,7 @@ class Index:
     def read(cls, path: Path) -> Index:
         """The index at ``path``. Raises :class:`CheckpointError` if it is missing, altered or of another version."""
         try:
-            content = json.loads(path.read_bytes())
+            content = parse_json(path.read_bytes())
             stored = content.pop("sha256")
         except FileNotFoundError:
             raise CheckpointError(

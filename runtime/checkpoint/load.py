@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.checkpoint.agreement import together
 from shardwright.runtime.checkpoint.contents import Contents, check_complete, check_files
 from shardwright.runtime.checkpoint.folders import find_folder
@@ -40,6 +41,7 @@ class LoadedCheckpoint:
     extra: Any
 
 
+@checked
 def load_checkpoint(
     directory: Path | str,
     module: nn.Module,

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.checkpoint.contents import Contents, check_complete, check_files
 from shardwright.runtime.checkpoint.folders import find_folder, sync_folder
 from shardwright.runtime.checkpoint.index import INDEX_FILE, Index, OptimizerRecord, PieceRecord, TensorRecord, state_key
@@ -43,6 +44,7 @@ class WholeCheckpoint:
     extra: Any
 
 
+@checked
 def read_checkpoint(directory: Path | str) -> WholeCheckpoint:
     """Read the current checkpoint of ``directory``, or one of the folders in it, into one process. No communication.
 
@@ -61,6 +63,7 @@ def read_checkpoint(directory: Path | str) -> WholeCheckpoint:
     return WholeCheckpoint(module, optimizer, decode(index.scheduler), index.step, decode(index.extra))
 
 
+@checked
 def merge_checkpoint(directory: Path | str, out: Path | str, *, max_file_bytes: int | None = None) -> Path:
     """Merge the current checkpoint of ``directory``, or one of the folders in it, into the new folder ``out``.
 

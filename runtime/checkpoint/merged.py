@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.checkpoint.holdings import EXTRA_STATE, Holding, Holdings
 from shardwright.runtime.checkpoint.optimizer_state import (
     MASTERS,
@@ -33,6 +34,7 @@ RANDOM = "shardwright.random"
 """Where the metadata of a merged state dict keeps seed, step and microbatch of the compiled modules."""
 
 
+@checked
 def merge_state_dicts(
     module_state_dicts: Sequence[Mapping[str, Any]], optimizer_state_dicts: Sequence[Mapping[str, Any]] | None = None
 ) -> tuple[StateDict, StateDict | None]:
@@ -64,6 +66,7 @@ def merge_state_dicts(
     return module_state, _merge_optimizers(pairs, tuple(module_state))
 
 
+@checked
 def load_merged_state_dicts(
     module: nn.Module,
     module_state_dict: Mapping[str, Any],

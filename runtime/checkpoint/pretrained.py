@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.checkpoint.agreement import together
 from shardwright.runtime.checkpoint.contents import Contents
 from shardwright.runtime.checkpoint.folders import find_folder
@@ -19,6 +20,7 @@ from shardwright.runtime.checkpoint.merge_files import checked_index, write_mode
 from shardwright.runtime.checkpoint.optimizer_state import listed
 from shardwright.runtime.checkpoint.tensor_files import MappedFiles
 from shardwright.runtime.errors import CheckpointError
+from shardwright.runtime.json_text import parse_json
 from shardwright.runtime.ranks.world import current_world
 from shardwright.runtime.regions import Region, copy_shared
 from shardwright.runtime.swap import write_file, write_folder
@@ -31,6 +33,7 @@ Rename = Callable[[str], str]
 """What the folder calls a tensor, given its name in the module."""
 
 
+@checked
 def export_pretrained(
     directory: Path | str,
     out: Path | str,
@@ -68,6 +71,7 @@ def export_pretrained(
     return out
 
 
+@checked
 def load_pretrained(directory: Path | str, module: nn.Module, *, rename: Rename | None = None) -> None:
     """Load the weights of a transformers folder into a module under any plan. Every rank reads its own elements. Collective.
 
@@ -119,7 +123,7 @@ def _refuse(directory: Path, holdings: Holdings, problems: list[str]) -> None:
 def _files_of(directory: Path, files: MappedFiles) -> dict[str, str]:
     """In which file each tensor is, by name."""
     try:
-        weight_map = json.loads((directory / WEIGHT_MAP_FILE).read_bytes())["weight_map"]
+        weight_map = parse_json((directory / WEIGHT_MAP_FILE).read_bytes())["weight_map"]
         return {str(name): Path(file).name for name, file in weight_map.items()}
     except FileNotFoundError:
         if (directory / MODEL_FILE).exists():
@@ -139,11 +143,11 @@ def _config(config: Any) -> Mapping[str, Any]:
         path = Path(config)
         path = path / CONFIG_FILE if path.is_dir() else path
         try:
-            config = json.loads(path.read_bytes())
+            config = parse_json(path.read_bytes())
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} is no configuration", why=str(error)) from error
     elif hasattr(config, "to_json_string"):
-        config = json.loads(config.to_json_string())
+        config = parse_json(config.to_json_string())
     if not isinstance(config, Mapping):
         raise CheckpointError(
             f"a {type(config).__name__} is no configuration", hint="pass model.config, a dict, or the path of a config.json"

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.checkpoint.agreement import together
 from shardwright.runtime.checkpoint.folders import make_current, make_folder, prune, sync_folder
 from shardwright.runtime.checkpoint.holdings import Holding, Holdings
@@ -162,6 +163,7 @@ class CheckpointSave:
             prune(self.folder, self._keep)
 
 
+@checked
 def save_checkpoint(
     directory: Path | str,
     module: nn.Module,

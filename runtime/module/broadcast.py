@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import DistributedError
 from shardwright.runtime.module.parallel_module import ParallelModule
 from shardwright.runtime.ranks.groups import UNITS
 from shardwright.runtime.ranks.world import current_world
 
 
+@checked
 def broadcast_weights(module: nn.Module, stride_size: int) -> None:
     """Give all parameters and buffers the values they have on the first ``stride_size`` ranks.
 

@@ -37,6 +37,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.autocast import as_compiled
 from shardwright.runtime.config import CHECK_RANKS_EVERY
 from shardwright.runtime.errors import DistributedError, InputError, UsageError, format_error
@@ -278,6 +279,7 @@ class ParallelModule(CompiledModule):
 
     # Steps of end-to-end modules
 
+    @checked
     def train_step(
         self, samples: Sequence[Any], is_dummy_batch: Sequence[bool] | None = None, scale_fn: ScaleFunction | None = None
     ) -> list[Any]:
@@ -293,6 +295,7 @@ class ParallelModule(CompiledModule):
         with self._as_compiled():
             return train_step(self, self._call_in_step, samples, is_dummy_batch, scale_fn)
 
+    @checked
     def infer_step(self, samples: Sequence[Any]) -> list[Any]:
         """The result for each sample, without gradients; the module is in training or evaluation mode as it was set.
 

@@ -45,6 +45,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.layout import ZERO, Mesh
 from shardwright.runtime.manifest import Manifest
@@ -220,6 +221,7 @@ class PipelineModule(ParallelModule):
 
     # Steps
 
+    @checked
     def train_step(
         self, samples: Sequence[Any], is_dummy_batch: Sequence[bool] | None = None, scale_fn: ScaleFunction | None = None
     ) -> list[Any]:
@@ -248,6 +250,7 @@ class PipelineModule(ParallelModule):
         reducer.sum_gradients()
         return results
 
+    @checked
     def infer_step(self, samples: Sequence[Any]) -> list[Any]:
         """See :meth:`ParallelModule.infer_step`, and :meth:`train_step` for samples and results."""
         check_samples(f"{type(self).__name__}.infer_step", samples, self.num_microbatches)

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from shardwright.runtime.arguments import checked
+
 Phase = Literal["forward", "backward", "gradients", "setup"]
 """When a collective ran: in the forward or backward pass of an operator or adapter, in the reduction of parameter gradients
 (and what optimizers do with them), or outside of training steps."""
@@ -72,6 +74,7 @@ class CommunicationCounters:
         for listener in self._listeners:
             listener._add(key, volume)
 
+    @checked
     def total(
         self, collective: str | None = None, *, axis: str | None = None, phase: Phase | None = None
     ) -> CommunicationVolume:
@@ -83,10 +86,12 @@ class CommunicationCounters:
                 total += volume
         return total
 
+    @checked
     def calls(self, collective: str | None = None, *, axis: str | None = None, phase: Phase | None = None) -> int:
         """The number of calls over all keys that match, see :meth:`total`."""
         return self.total(collective, axis=axis, phase=phase).calls
 
+    @checked
     def elements(self, collective: str | None = None, *, axis: str | None = None, phase: Phase | None = None) -> int:
         """The elements of all calls that match, see :meth:`total`."""
         return self.total(collective, axis=axis, phase=phase).elements

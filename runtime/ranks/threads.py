@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.ranks.communicator import ReduceOp, Transport, Work
 from shardwright.runtime.ranks.hub import Combine, Hub, Meeting, RankAbortedError, in_words
 from shardwright.runtime.ranks.messages import MessageTransport, Sending
@@ -222,6 +223,7 @@ class ThreadWorld(World):
         return ThreadMessages(self._hub, self.rank)
 
 
+@checked
 def run_ranks(num_ranks: int, fn: Callable[..., Result], *args: Any, timeout_s: float | None = None) -> list[Result]:
     """Run ``fn(rank, *args)`` on one thread per rank and return the results by rank.
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import ConfigError, UsageError
 from shardwright.runtime.training.optimizer import ParallelOptimizer
 
@@ -40,6 +41,7 @@ class LossScaler:
     step is taken.
     """
 
+    @checked
     def __init__(
         self,
         init_scale: float = 2.0**16,
@@ -59,6 +61,7 @@ class LossScaler:
         self._overflowed: dict[int, bool] = {}
         self._stepped: set[int] = set()
 
+    @checked
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the scale. It is what ``train_step(scale_fn=...)`` takes."""
         if not self._enabled:
@@ -66,6 +69,7 @@ class LossScaler:
         # A tensor as in torch's scaler: by a plain number a float16 loss would be multiplied in float16.
         return loss * torch.full((), self._scale, dtype=torch.float32, device=loss.device)
 
+    @checked
     def unscale_(self, optimizer: Optimizer) -> None:
         """Synchronise the gradients and divide them by the scale, all that the reducer looks after. Collective.
 
@@ -89,6 +93,7 @@ class LossScaler:
         # In float64 first, as torch does: the reciprocal is rounded once.
         self._overflowed[id(optimizer)] = optimizer.unscale_grads(1.0 / self._scale)
 
+    @checked
     def step(self, optimizer: Optimizer) -> Any:
         """Take a step, unless a gradient on any rank is infinite or not a number. Collective.
 
@@ -104,6 +109,7 @@ class LossScaler:
         self._stepped.add(id(optimizer))
         return None if self._overflowed[id(optimizer)] else optimizer.step()
 
+    @checked
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """End a step: shrink or grow the scale, or set it to ``new_scale``.
 
@@ -148,6 +154,7 @@ class LossScaler:
             "_growth_tracker": self._num_good,
         }
 
+    @checked
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` of this class or of torch's gave.
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.module.original_names import parameter_names
@@ -56,6 +57,7 @@ class ParallelOptimizer(Optimizer):
     _round: int = -1  # the last one of the reducer whose gradients the owners of whole tensors have
     _has_stepped: bool = False
 
+    @checked
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Synchronise the gradients, then take a step; under ZeRO, gather what the ranks updated. Collective: all take it.
 
@@ -84,6 +86,7 @@ class ParallelOptimizer(Optimizer):
     # torch wraps the step of every class it has not seen, so that its hooks run there; they run in the user's step already.
     step.hooked = True  # type: ignore[attr-defined]
 
+    @checked
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the whole module, also of parameters this optimizer does not update."""
         self._reducer.clear(set_to_none)
@@ -111,6 +114,7 @@ class ParallelOptimizer(Optimizer):
         """
         return self._reducer.no_sync()
 
+    @checked
     def scale_grads(self, factor: float | Tensor) -> None:
         """Multiply all gradients. Raises :class:`UsageError` before they are synchronised."""
         if not self._reducer.is_synced:
@@ -123,6 +127,7 @@ class ParallelOptimizer(Optimizer):
             if tensor.grad is not None:
                 tensor.grad.detach().mul_(factor)
 
+    @checked
     def unscale_grads(self, factor: float) -> bool:
         """Multiply all gradients by a number, and tell whether some rank has one that is infinite or not a number: the same
         answer on all ranks. Synchronises the gradients if that has not happened. Collective. For :class:`LossScaler`.
@@ -144,6 +149,7 @@ class ParallelOptimizer(Optimizer):
             hint="use shardwright.LossScaler: it has the same methods, and loads the state dict of torch's",
         )
 
+    @checked
     def clip_gnorm(self, max_norm: float | None = None) -> Tensor:
         """The 2-norm of all gradients together, as a scalar; they are scaled down to ``max_norm`` if they exceed it.
 
@@ -157,6 +163,7 @@ class ParallelOptimizer(Optimizer):
             clip_by_norm([tensor for _, tensor in self.gradient_holders], max_norm, norm)
         return norm
 
+    @checked
     def register_reducer_pre_hook(self, hook: ReducerHook) -> RemovableHandle:
         """Call ``hook(reducer, gradients)`` with the flat gradients of each bucket before they are summed over ranks.
 
@@ -164,6 +171,7 @@ class ParallelOptimizer(Optimizer):
         """
         return self._reducer.register_pre_hook(hook)
 
+    @checked
     def register_reducer_post_hook(self, hook: ReducerHook) -> RemovableHandle:
         """Call ``hook(reducer, gradients)`` with the flat gradients of each bucket after they were summed (or averaged).
 
@@ -181,6 +189,7 @@ class ParallelOptimizer(Optimizer):
         self._gathering.finish()
         return with_masters(super().state_dict(), self)
 
+    @checked
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave. Masters that it lacks are taken from the parameters as they are.
 
@@ -190,6 +199,7 @@ class ParallelOptimizer(Optimizer):
         super().load_state_dict(without_masters(state_dict, self))
         load_masters(state_dict, self)
 
+    @checked
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: which gradients are summed was settled when the optimizer was built."""
         raise UsageError(
@@ -258,6 +268,7 @@ class ParallelOptimizer(Optimizer):
             )
 
 
+@checked
 def build_optimizer(
     module: nn.Module,
     optimizer_fn: Callable[..., Optimizer],

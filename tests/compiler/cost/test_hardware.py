@@ -341,7 +341,7 @@ def test_more_devices_than_a_file_connects() -> None:
         "  why:   its outermost tier, node, has 3 groups for 4 devices\n"
         "  try:   ask for fewer devices, calibrate with more ranks, or add a tier with sizes 'all' that joins the groups"
     )
-    assert _error(SMALL, 0) == "num_devices is at least 1, not 0\n  where: own.json"
+    assert _error(SMALL, 0) == "num_devices is from 1 to 1,048,576\n  where: own.json\n  why:   it is 0"
 
 
 def test_tiers_that_do_not_nest() -> None:

@@ -71,3 +71,26 @@ def test_a_weight_computed_from_others() -> None:
     assert not model[0].weight.is_leaf
     report = verify(model, {"input": torch.ones(2, 4)}, "dp", {"plan_ngpus": 1, "runtime_ngpus": 2})
     assert report.ok, str(report)
+
+
+class Hooked(torch.nn.Module):
+    """A hook, and a function in an attribute, that see the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.full((4,), 1.5))
+        self.linear, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.linear.register_forward_pre_hook(lambda module, args: (args[0] * self.gain,))
+        self.after = lambda x: self.last(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.linear(x)).square().mean()
+
+
+@pytest.mark.parametrize("policy", ["data", "tp"])
+def test_functions_that_see_the_module(policy: str) -> None:
+    model = Hooked()
+    report = verify(model, {"x": torch.ones(2, 4)}, policy, {"plan_ngpus": 2, "runtime_ngpus": 2}, steps=2)
+    assert report.ok, str(report)
+    assert {d.name for d in report.deviations["gradients"]} >= {"gain", "last.weight"}
+    assert model.gain.dtype == torch.float32 and model.gain.grad is None

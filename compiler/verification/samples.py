@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping
 from itertools import chain
 from types import CellType, FunctionType
@@ -32,7 +33,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def model_in_float64(model: nn.Module) -> nn.Module:
-    """A copy of the model in float64, tensors in plain attributes included: ``double()`` leaves those as they are.
+    """A copy of the model in float64, tensors and dtypes in plain attributes included: ``double()`` leaves those as they are.
 
     Raises :class:`ConfigError` for complex parameters, which cannot be stored any wider, and for tensors without values.
     """
@@ -54,9 +55,22 @@ def model_in_float64(model: nn.Module) -> nn.Module:
     for part in model.modules():
         for name in (*vars(part), *_slots(part)):
             value = getattr(part, name, None) if name not in vars(part) else vars(part)[name]
-            if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
-                object.__setattr__(part, name, _wide(value))
+            wide = _wide_attribute(value)
+            if wide is not value:
+                object.__setattr__(part, name, wide)
     return model
+
+
+def _wide_attribute(value: Any) -> Any:
+    """A tensor, or a dtype that a constructor has settled for what forward casts, in float64; anything else as it is."""
+    if isinstance(value, Tensor):
+        return _wide(value) if value.is_floating_point() or value.is_complex() else value
+    if isinstance(value, torch.dtype) and value.is_floating_point:
+        return torch.float64
+    if isinstance(value, functools.partial):
+        settled = {name: _wide_attribute(item) for name, item in value.keywords.items()}
+        return functools.partial(value.func, *value.args, **settled)
+    return value
 
 
 def copied(model: nn.Module) -> nn.Module:

@@ -1,5 +1,6 @@
 """What a check runs on: copies of the model and its inputs."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -94,3 +95,22 @@ def test_functions_that_see_the_module(policy: str) -> None:
     assert report.ok, str(report)
     assert {d.name for d in report.deviations["gradients"]} >= {"gain", "last.weight"}
     assert model.gain.dtype == torch.float32 and model.gain.grad is None
+
+
+class Settled(torch.nn.Module):
+    """Casts to dtypes that its constructor settles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dtype = torch.nn.Linear(4, 4), torch.bfloat16
+        self.cast = functools.partial(torch.Tensor.to, dtype=torch.float16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.cast(self.linear(x).to(self.dtype)).to(x.dtype).square().mean()
+
+
+def test_dtypes_that_a_constructor_settles() -> None:
+    model = Settled()
+    report = verify(model, {"x": torch.randn(6, 4)}, "data", {"plan_ngpus": 2, "runtime_ngpus": 2}, steps=1)
+    assert report.ok, str(report)
+    assert model.dtype == torch.bfloat16

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.cost.hardware import load_hardware
+from shardwright.compiler.cost.operator_file import load_times, times_file
 from shardwright.compiler.passes.outputs import needed
+from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan, StagePlan
 from shardwright.compiler.schedule.generate import SCHEDULES, generate
 from shardwright.compiler.schedule.planned import by_hand
 from shardwright.compiler.schedule.schedule import Schedule
-from shardwright.policies.partition import stage_starts, starts_at
+from shardwright.policies.partition import stage_starts
+from shardwright.policies.places import starts_at
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, PlanError
 from shardwright.runtime.layout import Mesh
@@ -22,7 +26,8 @@ class PipelineOptions:
 
     ``num_stages``: positions in the pipeline. ``num_microbatches``: samples of a step (default: twice the positions).
     ``schedule``: ``1f1b``, ``gpipe``, ``1f1b_interleaved``, ``zb_h1``, ``zb_v``. ``chunks``: stages of each position (default:
-    what the schedule needs). ``stage_starts``: module paths at which stages 1, 2, ... begin (default: balanced by time).
+    what the schedule needs). ``stage_starts``: module paths at which stages 1, 2, ... begin (default: between repeated layers,
+    as far as that is about as fast as any other cut). ``hardware``: the preset or file whose times they are cut by.
     ``actions``: a schedule of your own instead, one text for each position (``0F0 0F1 0B0 0B1``).
     ``recompute``: module paths, ``*`` for any one name, or ``stage:<number>``, whose activations are computed again in the
     backward.
@@ -33,6 +38,7 @@ class PipelineOptions:
     schedule: str = "1f1b"
     chunks: int | None = None
     stage_starts: tuple[str, ...] = ()
+    hardware: str = "a100-80gb"
     actions: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
 
@@ -47,12 +53,19 @@ def check_end2end(policy: str, config: ComputeConfig) -> None:
         )
 
 
-def add_stages(graph: IRGraph, config: ComputeConfig, plan: Plan, options: PipelineOptions, num_positions: int) -> Plan:
+def hardware_files(hardware: str) -> list[Path]:
+    """The files that describe a machine, and what was measured on it; none of a preset."""
+    measured = times_file(hardware)
+    return [path for path in (Path(hardware), measured) if path is not None and path.is_file()] if measured is not None else []
+
+
+def add_stages(graph: PlannableGraph, config: ComputeConfig, plan: Plan, options: PipelineOptions, num_positions: int) -> Plan:
     """The plan cut into stages along the ``pp`` axis of its mesh, at operators that are needed."""
     graph = needed(graph, config)
     schedule = _schedule(options, num_positions)
     chunks = len(schedule.placement) // num_positions
     num_stages = schedule.num_stages
+    inner = Mesh(tuple((name, size) for name, size in plan.mesh.axes if name != "pp"))
     if options.stage_starts:
         if len(options.stage_starts) != num_stages - 1:
             raise PlanError(
@@ -62,8 +75,9 @@ def add_stages(graph: IRGraph, config: ComputeConfig, plan: Plan, options: Pipel
             )
         starts = starts_at(graph, options.stage_starts)
     else:
-        starts = stage_starts(graph, schedule.placement)
-    inner = Mesh(tuple((name, size) for name, size in plan.mesh.axes if name != "pp"))
+        hardware, times = load_hardware(options.hardware, config.runtime_ngpus), load_times(options.hardware)
+        whole = replace(plan, mesh=inner, recompute=options.recompute)
+        starts = stage_starts(graph, whole, schedule, config, hardware, times, plan.mesh.names.index("pp"))
     positions = [
         tuple(rank for rank in range(plan.mesh.size) if plan.mesh.coords(rank)["pp"] == position)
         for position in range(num_positions)

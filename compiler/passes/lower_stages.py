@@ -17,7 +17,7 @@ from shardwright.compiler.ops.strategy import layouts
 from shardwright.compiler.passes.eval_stages import stage_of_eval_ops
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.outputs import drop_outputs
-from shardwright.compiler.passes.stages import place_unused, split_stages, stage_of_ops, weights_used
+from shardwright.compiler.passes.stages import names_of_updated, place_unused, split_stages, stage_of_ops, weights_used
 from shardwright.compiler.passes.verify_program import verify_program
 from shardwright.compiler.plan.check import check_strategies
 from shardwright.compiler.plan.pipeline import Crossing, PipelineProgram, StageGraph
@@ -36,7 +36,9 @@ def lower_stages(graph: IRGraph, plan: Plan) -> PipelineProgram:
     stages = stage_of_ops(graph, plan)
     cut = split_stages(graph, stages, num_stages)
     body = None if graph.eval_graph is None else drop_outputs(graph.eval_graph, plan.outputs)
-    eval_cut = () if body is None else split_stages(body, stage_of_eval_ops(graph, stages, body), num_stages)
+    eval_cut = (
+        () if body is None else split_stages(body, stage_of_eval_ops(graph, stages, body), num_stages, names_of_updated(graph))
+    )
     cut = place_unused(graph, cut, weights_used((*cut, *eval_cut)))
     _check_updated_buffers((*cut, *eval_cut))
     holders = _holders((*cut, *eval_cut))
@@ -219,7 +221,7 @@ def _check_updated_buffers(stages: Sequence[StageGraph]) -> None:
     for stage in stages:
         for value in stage.graph.buffers:
             holders.setdefault(value.name, set()).add(stage.index)
-        updated |= {before.name: stage.index for before, _ in stage.graph.buffer_updates}
+        updated |= dict.fromkeys(names_of_updated(stage.graph), stage.index)
     for stage in stages:
         for value in stage.graph.buffers:
             if value.name in updated and len(holders[value.name]) > 1:

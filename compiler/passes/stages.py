@@ -50,13 +50,11 @@ def stage_of_ops(graph: IRGraph, plan: Plan) -> dict[str, int]:
     return result
 
 
-def from_nothing(graph: IRGraph) -> set[str]:
+def from_nothing(graph: IRGraph, updated: Set[str] = frozenset()) -> set[str]:
     """The operators that every stage may compute for itself: their values come from sizes, constants and buffers that nobody
-    updates, need no gradient and no random numbers.
+    updates, need no gradient and no random numbers. ``updated``: buffers that another body of the model updates.
     """
-    updated = {before.name for before, _ in graph.buffer_updates} | {
-        op.operands[position].name for op in graph.ops if op.rule is not None for position in op.rule.updates
-    }
+    updated = updated | names_of_updated(graph)
     free = {value.name for value in graph.buffers if value.name not in updated} | {value.name for value, _ in graph.constants}
     found: set[str] = set()
     for op in graph.ops:
@@ -67,12 +65,46 @@ def from_nothing(graph: IRGraph) -> set[str]:
     return found
 
 
-def split_stages(graph: IRGraph, stages: Mapping[str, int], num_stages: int) -> tuple[StageGraph, ...]:
-    """The graph cut as ``stages`` tells of every operator. Unneeded outputs have been dropped before."""
-    free = from_nothing(graph)
+def names_of_updated(graph: IRGraph) -> set[str]:
+    """The names of the buffers that get new values, in training or evaluation, be it that an operator changes them in place."""
+    in_place = (op.operands[i].name for op in graph.ops if op.rule is not None for i in op.rule.updates)
+    found = {*(before.name for before, _ in graph.buffer_updates), *in_place}
+    return found if graph.eval_graph is None else found | names_of_updated(graph.eval_graph)
+
+
+def uses_of(updated: Set[str], graph: IRGraph, at: Mapping[str, int]) -> dict[str, set[int]]:
+    """By name of an ``updated`` buffer, where it is read as it was before the call, and where its new value is made.
+
+    ``at`` says where each operator is: its stage, or its place in the graph. A stage sends the new value to any
+    other that reads it, but nobody sends the old one: all these uses belong in one stage.
+    """
+    free = from_nothing(graph, updated)
+    made = {value.name: at[op.name] for op in graph.ops if op.name not in free for value in op.results}
+    found: dict[str, set[int]] = {name: set() for name in updated}
+    for op in graph.ops:
+        for value in op.operands:
+            if value.name in found:
+                found[value.name].add(at[op.name])
+    for before, after in graph.buffer_updates:
+        if after.name in made:
+            found[before.name].add(made[after.name])
+        elif not found[before.name]:  # a new value that any stage can make: the first one does
+            found[before.name].add(0)
+    return found
+
+
+def split_stages(
+    graph: IRGraph, stages: Mapping[str, int], num_stages: int, updated: Set[str] = frozenset()
+) -> tuple[StageGraph, ...]:
+    """The graph cut as ``stages`` tells of every operator. Unneeded outputs have been dropped before.
+
+    ``updated``: buffers that another body of the model updates.
+    """
+    updated = updated | names_of_updated(graph)
+    free = from_nothing(graph, updated)
     made_in = {value.name: stages[op.name] for op in graph.ops if op.name not in free for value in op.results}
     outputs = _outputs(graph, made_in, num_stages)
-    updates = _buffer_updates(graph, made_in)
+    updates = _buffer_updates(graph, uses_of(updated, graph, stages), made_in)
     needed_in: dict[tuple[str, int], IRValue] = {}  # (value, stage) where it is read but not made
     for op in graph.ops:
         for value in op.operands:
@@ -83,6 +115,7 @@ def split_stages(graph: IRGraph, stages: Mapping[str, int], num_stages: int) -> 
     for index in range(num_stages):
         own = [op for op in graph.ops if stages[op.name] == index and op.name not in free]
         wanted = {v.name for op in own for v in op.operands} | {v.name for _, v in outputs[index]}
+        wanted |= {after.name for _, after in updates.get(index, ())}
         found = _with_free(graph, own, free, wanted)
         ops = tuple(op if stages[op.name] == index else replace(op, region=None) for op in found)  # regions are of one stage
         receives = tuple((value, made_in[name]) for (name, stage), value in needed_in.items() if stage == index)
@@ -100,10 +133,13 @@ def _outputs(graph: IRGraph, made_in: dict[str, int], num_stages: int) -> dict[i
     return outputs
 
 
-def _buffer_updates(graph: IRGraph, made_in: dict[str, int]) -> dict[int, tuple[tuple[IRValue, IRValue], ...]]:
+def _buffer_updates(
+    graph: IRGraph, uses: Mapping[str, Set[int]], made_in: Mapping[str, int]
+) -> dict[int, tuple[tuple[IRValue, IRValue], ...]]:
+    """By stage, the buffers that it updates: where the new value is made, or else where the old one is read."""
     updates: dict[int, tuple[tuple[IRValue, IRValue], ...]] = {}
     for before, after in graph.buffer_updates:
-        index = made_in.get(after.name, 0)
+        index = made_in.get(after.name, min(uses[before.name]))
         updates[index] = (*updates.get(index, ()), (before, after))
     return updates
 

@@ -24,6 +24,7 @@ from shardwright.policies.autodist.found import Candidate
 from shardwright.policies.autodist.stages.split import NoGain
 from shardwright.policies.autodist.words import too_large
 from shardwright.runtime.config import ComputeConfig
+from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
 
 MAX_CORRECTIONS = 3
@@ -104,17 +105,24 @@ class Audits:
             self._seen.append(candidate)
             audits += 1
             cost = self.audit(candidate)
-            if cost.peak_bytes > self.space.memory_bytes:
+            if cost is not None and cost.peak_bytes > self.space.memory_bytes:
                 mended = self._mended(candidate, cost.peak_bytes) if corrections < MAX_CORRECTIONS else None
                 if mended is not None:
                     self.found.refused.pop(candidate.title, None)
                     waiting.append((mended, corrections + 1))
             self.found.others = [*same, *(candidate for candidate, _ in waiting)]
 
-    def audit(self, candidate: Candidate) -> PlanCost:
-        """The cost of a candidate, which is noted among those that were audited, or refused: of one title what needs least."""
-        with self.clock.timed(AUDIT):
-            cost = self.audited(candidate.plan)
+    def audit(self, candidate: Candidate) -> PlanCost | None:
+        """The cost of a candidate, which is noted among those that were audited, or refused: of one title what needs least.
+
+        A plan that has no program is refused, too, and has no cost. The search goes on with others.
+        """
+        try:
+            with self.clock.timed(AUDIT):
+                cost = self.audited(candidate.plan)
+        except PlanError as error:
+            self.found.refuse(candidate.title, error)
+            return None
         if cost.peak_bytes <= self.space.memory_bytes:
             self.found.refused.pop(candidate.title, None)
             self.found.audited.append(replace(candidate, cost=cost))

@@ -164,7 +164,7 @@ class Bench:
                 raise KeyboardInterrupt
             return placed
         except PlanError as error:
-            self.found.refused[title] = f"{error.what}: {error.why}" if error.why else error.what
+            self.found.refuse(title, error)
             if isinstance(error, NoPlacement):
                 self.found.needed_bytes[title] = error.needed_bytes
             return None

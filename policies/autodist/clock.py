@@ -12,6 +12,9 @@ OVERTIME, OVERTIME_S = 1.2, 2.0
 seconds more, whatever is later.
 """
 
+SHORTEST_S = 1e-9
+"""A limit of no time at all, as one of several searches has that share a limit, counts as that much."""
+
 LATEST = 4
 """Of how many steps of a kind it is known what they took."""
 
@@ -38,7 +41,11 @@ class Clock:
 
     def spent(self, more_s: float = 0.0) -> float:
         """The share of the limit that is over, or will be after ``more_s``."""
-        return float("inf") if self._is_ended else (self.seconds + more_s) / max(self._free_s, 1e-9)
+        return float("inf") if self._is_ended else (self.seconds + more_s) / max(self._free_s, SHORTEST_S)
+
+    def share_of(self, seconds: float) -> float:
+        """The share of the whole limit that so many seconds are."""
+        return seconds / max(self.limit_s, SHORTEST_S)
 
     def moment(self, share: float) -> float:
         """When a share of the limit is over, as a time of ``time.monotonic()``."""

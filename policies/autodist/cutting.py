@@ -6,11 +6,10 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from shardwright.compiler.plan.builder import PlannableGraph
-from shardwright.compiler.schedule.generate import SCHEDULES, generate
 from shardwright.compiler.schedule.memory import held_together, peak_in_flight
 from shardwright.policies.autodist.candidates import Pace, position_ranks, staged
 from shardwright.policies.autodist.found import Attempt, Candidate
@@ -20,7 +19,15 @@ from shardwright.policies.autodist.moving import moved
 from shardwright.policies.autodist.predicting import Prediction
 from shardwright.policies.autodist.space import Space
 from shardwright.policies.autodist.stages.blocks import Costs, block_costs, operator_times
-from shardwright.policies.autodist.stages.chain import Part, block_starts, layer_blocks, layer_parts, layer_pattern
+from shardwright.policies.autodist.stages.chain import (
+    Part,
+    block_starts,
+    layer_blocks,
+    layer_parts,
+    layer_pattern,
+    nested_starts,
+)
+from shardwright.policies.autodist.stages.evening import even_stages, evened
 from shardwright.policies.autodist.stages.menu import Block, Menu, Tables
 from shardwright.policies.autodist.stages.messages import Messages, RanksOf
 from shardwright.policies.autodist.stages.positions import Positions
@@ -31,6 +38,25 @@ from shardwright.policies.autodist.words import again_in_words, paced_title, sta
 
 Chain = tuple[list[int], Mapping[int, str]]
 """Where blocks begin, and the module paths of those that are layers that may be computed again."""
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The best stages of one chain: those of ``layers``, by block, may be computed again. ``step_s``: predicted."""
+
+    split: Split
+    prediction: Prediction
+    layers: Mapping[int, str]
+    step_s: float
+
+
+@dataclass(frozen=True)
+class _Cuts:
+    """What the chains gave: the cut ``chosen``, if any gains, and what no cut of any chain takes less than."""
+
+    chosen: _Cut | None
+    bound_s: float
+
 
 KEPT = 8
 """Of how many chains what boundaries take is kept: the schedules of a placement are tried one after the other."""
@@ -54,15 +80,37 @@ class Cutter:
         return layer_blocks(self.graph)
 
     @functools.cached_property
+    def _nested(self) -> list[list[int]]:
+        return nested_starts(self.graph)
+
+    @functools.cached_property
     def _layer_parts(self) -> Mapping[int, Sequence[Part]]:
         return layer_parts(self.graph, *self._by_layer)
 
     def cut(self, attempt: Attempt, memory_bytes: float) -> Candidate | NoFit | NoGain:
         """The best stages for the schedule of an attempt that take no more than ``memory_bytes`` by the model of stages."""
-        best: Candidate | None = None
+        found = self._cut(attempt, memory_bytes)
+        if isinstance(found, NoFit):
+            return found
+        bound, config = found.bound_s, attempt.offers[0].walk.setting.config
+        bound *= left_in_bound(config, attempt.num_positions, attempt.pace.chunks, self.space.num_microbatches)
+        if found.chosen is None:
+            return NoGain(bound)
+        return replace(self._candidate(found.chosen), split_bound_s=bound)
+
+    def starts(self, attempt: Attempt) -> list[int] | None:
+        """The places at which stages 1, 2, ... begin, whatever memory they take; None where there are too few places."""
+        found = self._cut(attempt, float("inf"))
+        if isinstance(found, NoFit) or found.chosen is None:
+            return None
+        return [found.chosen.prediction.starts[stage.start] for stage in found.chosen.split.stages[1:]]
+
+    def _cut(self, attempt: Attempt, memory_bytes: float) -> _Cuts | NoFit:
+        """The best stages of every chain, and which of them is chosen."""
         needed = float("inf")
         bounds: list[float] = []  # of every chain: what the best one says nothing of may be in another
-        for starts, layers in self._chains(attempt.offers[0].walk, attempt.num_positions * attempt.pace.chunks):
+        found: list[_Cut] = []
+        for starts, layers in self._chains(attempt.offers[0].walk, attempt.num_stages):
             costs = [self._costs_of(offer.walk, starts, layers) for offer in attempt.offers]
             messages = self._messages_of(attempt, starts)
             prediction = Prediction(attempt, costs, starts, messages, self.space.num_microbatches)
@@ -72,24 +120,21 @@ class Cutter:
                 continue
             bounds.append(split.bound_s)
             if isinstance(split, Split):
-                candidate = self._candidate(split, prediction, layers)
-                if best is None or candidate.predicted_s < best.predicted_s:
-                    best = candidate
+                found.append(_Cut(split, prediction, layers, prediction.step_s(split)))
         if not bounds:
             return NoFit(needed)
-        config = attempt.offers[0].walk.setting.config
-        bound = min(bounds) * left_in_bound(config, attempt.num_positions, attempt.pace.chunks, self.space.num_microbatches)
-        return NoGain(bound) if best is None else replace(best, split_bound_s=bound)
+        enough_s = (1 + self.space.tolerance) * min((cut.step_s for cut in found), default=0.0)
+        return _Cuts(next((cut for cut in found if cut.step_s <= enough_s), None), min(bounds))
 
     def scheduled_bound_s(self, attempt: Attempt, enough_s: float, is_over: Callable[[], bool]) -> float:
         """Seconds that no cut of an attempt takes less than, as its stages wait for one another on its schedule and share the
         memory of their positions. No better bound is looked for than ``enough_s``.
         """
         pace, count = attempt.pace, self.space.num_microbatches
-        schedule = generate(pace.schedule, attempt.num_positions, count, pace.chunks)
+        schedule = attempt.schedule(count)
         if (key := (pace, attempt.num_positions)) not in self._waits:
             self._waits[key] = Chains(schedule)
-        config, alone = attempt.offers[0].walk.setting.config, _alone(attempt.num_positions, pace, count)
+        config, alone = attempt.offers[0].walk.setting.config, _alone(attempt, count)
         share = left_in_bound(config, attempt.num_positions, pace.chunks, count)
         found = []
         for starts, layers in self._chains(attempt.offers[0].walk, schedule.num_stages):
@@ -130,8 +175,8 @@ class Cutter:
         """Whether an attempt could come below its ``below_s`` with placements on ``sizes`` ranks beside those offered, if more
         ranks never take less time in all than the offers do.
         """
-        pace, count = attempt.pace, self.space.num_microbatches
-        for starts, layers in self._chains(attempt.offers[0].walk, attempt.num_positions):
+        count = self.space.num_microbatches
+        for starts, layers in self._chains(attempt.offers[0].walk, attempt.num_stages):
             menus = self._menus(attempt, [self._costs_of(offer.walk, starts, layers) for offer in attempt.offers])
             if may_take_less(
                 [*menus, *(_as_good_as(menus, size) for size in sizes)],
@@ -139,7 +184,7 @@ class Cutter:
                 attempt.num_positions,
                 count,
                 attempt.below_s,
-                splits_backward=SCHEDULES[pace.schedule].splits_backward,
+                splits_backward=attempt.splits_backward,
             ):
                 return True
         return False
@@ -158,27 +203,31 @@ class Cutter:
         """Of all stages together; several stages on one position count each for itself."""
         first = attempt.offers[0].walk
         several = len(attempt.offers) > 1
-        return first.setting.config.plan_ngpus if several else attempt.num_positions * attempt.pace.chunks * first.mesh.size
+        return first.setting.config.plan_ngpus if several else attempt.num_stages * first.mesh.size
 
     def _menus(self, attempt: Attempt, costs: Sequence[Costs]) -> list[Menu]:
         shares = len(attempt.offers) == 1
         return [found.menu(offer.walk.mesh.size, shares=shares) for offer, found in zip(attempt.offers, costs, strict=True)]
 
     def _chains(self, walk: Walk, num_stages: int) -> Sequence[Chain]:
-        """The ways to see the model as blocks: finely, where nothing is computed again, and by layers, which may be."""
+        """The ways to see the model as blocks, the coarsest first: by layers, which may be computed again; and where nothing
+        is, by the numbered modules inside them, and finely.
+        """
         if self.space.stage_starts is not None:
             position = {op.name: index for index, op in enumerate(self.graph.ops)}
             return [([0, *(position[name] for name in self.space.stage_starts)], {})]
         by_layer, layers = self._by_layer
         found: list[Chain] = []
-        if self.space.recompute is None or not self.space.recompute:
+        is_free = not self.space.recompute  # no module is named that must not be cut
+        if len(by_layer) >= num_stages and (layers or (is_free and len(by_layer) > 1)):
+            found.append((by_layer, layers))
+        if is_free:
+            found += [(starts, {}) for starts in self._nested if len(starts) >= num_stages]
             if (walk, num_stages) not in self._fine:
                 times = operator_times(walk)
-                starts = block_starts(self.graph, [times[op.name] for op in self.graph.ops], num_stages)
+                starts = block_starts(self.graph, [times[op.name] for op in self.graph.ops], num_stages, self.space.block_share)
                 self._fine[walk, num_stages] = starts
             found.append((self._fine[walk, num_stages], {}))
-        if layers and len(by_layer) >= num_stages:
-            found.append((by_layer, layers))
         return found
 
     def _costs_of(self, walk: Walk, starts: Sequence[int], layers: Mapping[int, str]) -> Costs:
@@ -200,7 +249,7 @@ class Cutter:
         """
         pace = prediction.attempt.pace
         found = self._split(prediction, memory_bytes)
-        if _is_modelled(pace) or isinstance(found, NoGain):
+        if _is_modelled(prediction.attempt) or isinstance(found, NoGain):
             return found
         positions = Positions(prediction.tables, prediction.schedule, memory_bytes)
         if isinstance(found, NoFit):  # with even shares; with others the stages that take least of these may
@@ -214,28 +263,48 @@ class Cutter:
         split = replace(found, stages=fitted[0], used_bytes=fitted[1])
         if self.space.stage_starts is not None:
             return split
-        return moved(split, positions, self.space.num_microbatches, prediction.step_s)
+        begins = min([split, *self._evened(split, prediction, positions)], key=prediction.step_s)
+        return moved(begins, positions, self.space.num_microbatches, prediction.step_s)
+
+    def _evened(self, split: Split, prediction: Prediction, positions: Positions) -> list[Split]:
+        """The same with other begins, as far as they fit the memory: of even stages, and such that positions have about equal
+        sums.
+        """
+        placement = prediction.schedule.placement
+        if len(set(placement)) == len(placement):
+            return []
+        (costs,) = prediction.costs  # where positions run several stages, all are placed alike
+        times = [block.forward_s + block.backward_s for block in costs.blocks]
+        found, even = [], even_stages(times, len(placement))
+        own = [stage.start for stage in split.stages[1:]]
+        for cuts in (even, evened(times, even, placement), evened(times, own, placement)):
+            edges = itertools.pairwise((0, *cuts, len(times)))
+            stages = [replace(stage, start=a, stop=b) for stage, (a, b) in zip(split.stages, edges, strict=True)]
+            fitted = positions.fitted(stages)
+            if fitted is not None:
+                found.append(replace(split, stages=fitted[0], used_bytes=fitted[1]))
+        return found
 
     def _split(self, prediction: Prediction, memory_bytes: float) -> Split | NoFit | NoGain:
         """The best stages, where several on one position share its memory evenly. Bytes are those of a stage."""
         attempt = prediction.attempt
-        pace, num_stages = attempt.pace, attempt.num_positions * attempt.pace.chunks
         count = self.space.num_microbatches
         return split_stages(
             self._menus(attempt, prediction.costs),
             self._num_devices(attempt),
-            num_stages,
+            attempt.num_stages,
             count,
-            memory_bytes=memory_bytes / pace.chunks,
-            in_flight=_in_flight(attempt.num_positions, pace, count),
-            splits_backward=pace.schedule != "" and SCHEDULES[pace.schedule].splits_backward,
+            memory_bytes=memory_bytes / attempt.pace.chunks,
+            in_flight=_in_flight(attempt, count),
+            splits_backward=attempt.splits_backward,
             between=prediction.messages,
             below_s=attempt.below_s,
             limit_bytes=self.space.memory_bytes,
-            alone=_alone(attempt.num_positions, pace, count),
+            alone=_alone(attempt, count),
         )
 
-    def _candidate(self, split: Split, prediction: Prediction, layers: Mapping[int, str]) -> Candidate:
+    def _candidate(self, cut: _Cut) -> Candidate:
+        split, prediction, layers = cut.split, cut.prediction, cut.layers
         attempt, costs, starts = prediction.attempt, prediction.costs, prediction.starts
         count, pace = self.space.num_microbatches, attempt.pace
         chosen = [costs[stage.menu].ways[block][way] for stage in split.stages for block, way in stage.recomputed]
@@ -253,11 +322,10 @@ class Cutter:
             plan = staged(plan, first_ops, attempt.num_positions, pace, count, attempt.pp_place)
         title += again_in_words([way.parts for way in chosen], layers)
         plan = replace(plan, recompute=tuple(recompute))
-        predicted_s = prediction.step_s(split)
         return Candidate(
             title,
             plan,
-            predicted_s,
+            cut.step_s,
             placed,
             split.bound_s,
             modelled_s=split.cost_s,
@@ -292,28 +360,27 @@ def _ranks_of(attempt: Attempt, num_microbatches: int) -> RanksOf:
     sizes = [offer.placed.plan.mesh.size for offer in attempt.offers]
     if len(sizes) > 1 or attempt.num_positions == 1:
         return lambda menu, device: tuple(range(device, device + sizes[menu]))
-    pace = attempt.pace
     positions = position_ranks(attempt.offers[0].placed.plan.mesh, attempt.num_positions, attempt.pp_place)
-    placement = generate(pace.schedule, attempt.num_positions, num_microbatches, pace.chunks).placement
+    placement = attempt.schedule(num_microbatches).placement
     return lambda menu, device: positions[placement[device // sizes[0]]]
 
 
-def _in_flight(num_positions: int, pace: Pace, num_microbatches: int) -> InFlight:
+def _in_flight(attempt: Attempt, num_microbatches: int) -> InFlight:
     """Microbatches that a stage holds by its place from the end, taken from the schedule: its even share of the most that
     its position holds.
     """
-    if not pace.schedule:
+    if attempt.num_stages == 1:
         return lambda place: 1
-    schedule = generate(pace.schedule, num_positions, num_microbatches, pace.chunks)
-    peaks = [peak / pace.chunks for peak in peak_in_flight(schedule)]
+    schedule = attempt.schedule(num_microbatches)
+    peaks = [peak / attempt.pace.chunks for peak in peak_in_flight(schedule)]
     return lambda place: peaks[schedule.placement[schedule.num_stages - place]]
 
 
-def _alone(num_positions: int, pace: Pace, num_microbatches: int) -> list[int]:
+def _alone(attempt: Attempt, num_microbatches: int) -> list[int]:
     """By stage, the microbatches that it holds at once beside its gradients, whatever it computes again."""
-    if not pace.schedule:
+    if attempt.num_stages == 1:
         return [1]
-    schedule = generate(pace.schedule, num_positions, num_microbatches, pace.chunks)
+    schedule = attempt.schedule(num_microbatches)
     found = [0] * schedule.num_stages
     for rank, moments in enumerate(held_together(schedule, in_any_case=True)):
         for stage, *counts in zip(schedule.stages_of(rank), *moments, strict=True):
@@ -321,9 +388,9 @@ def _alone(num_positions: int, pace: Pace, num_microbatches: int) -> list[int]:
     return found
 
 
-def _is_modelled(pace: Pace) -> bool:
+def _is_modelled(attempt: Attempt) -> bool:
     """Whether stages are cut for the time of this schedule."""
-    return pace.schedule in ("", "1f1b", "gpipe") and pace.chunks == 1
+    return attempt.by_hand is None and attempt.pace.schedule in ("", "1f1b", "gpipe") and attempt.pace.chunks == 1
 
 
 def _matches(path: str, pattern: str) -> bool:

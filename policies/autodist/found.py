@@ -6,11 +6,15 @@ from dataclasses import dataclass, field
 
 from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.schedule.generate import SCHEDULES, generate
+from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.policies.autodist.candidates import Pace
 from shardwright.policies.autodist.floor import FLOOR
 from shardwright.policies.autodist.space import Placed, Wish
 from shardwright.policies.autodist.stages.walk import Walk
+from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
+from shardwright.runtime.schedule import ActionKind
 
 Whereabouts = tuple[int, Mesh, int]
 """A number of positions, the mesh of one, and before which of its axes the pipeline axis stands."""
@@ -57,7 +61,7 @@ class Attempt:
 
     ``pp_place``: with one offer, where the pipeline axis stands among the axes of its mesh, from 0, the outermost. With
     several, stages lie side by side, each on as many ranks as its placement takes. ``below_s``: what takes longer is of no
-    interest.
+    interest. ``by_hand``: the schedule, where none of those published is meant; ``pace`` says nothing then.
     """
 
     title: str
@@ -66,6 +70,25 @@ class Attempt:
     pace: Pace
     pp_place: int = 0
     below_s: float = float("inf")
+    by_hand: Schedule | None = None
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """The order of work. There is none without pipeline stages."""
+        if self.by_hand is not None:
+            return self.by_hand
+        return generate(self.pace.schedule, self.num_positions, num_microbatches, self.pace.chunks)
+
+    @property
+    def num_stages(self) -> int:
+        """The stages of all positions together."""
+        return self.num_positions * self.pace.chunks if self.by_hand is None else self.by_hand.num_stages
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule puts off gradients of weights."""
+        if self.by_hand is None:
+            return self.pace.schedule != "" and SCHEDULES[self.pace.schedule].splits_backward
+        return any(action.kind is ActionKind.WEIGHT_GRADIENT for row in self.by_hand.actions for action in row)
 
 
 @dataclass(frozen=True)
@@ -141,6 +164,10 @@ class Found:
     not_compared: list[str] = field(default_factory=list)
     is_compared: bool = False
     floor_s: float = 0.0
+
+    def refuse(self, title: str, error: PlanError) -> None:
+        """Note why something that was tried cannot be."""
+        self.refused[title] = f"{error.what}: {error.why}" if error.why else error.what
 
     def bound(self, attempt: Attempt, bound_s: float) -> None:
         """Note what no cut of an attempt takes less than."""

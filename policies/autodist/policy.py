@@ -28,7 +28,7 @@ from shardwright.policies.autodist.search import Search
 from shardwright.policies.autodist.space import Space
 from shardwright.policies.autodist.variants import Variant, Variants
 from shardwright.policies.autodist.words import first_of, refusals
-from shardwright.policies.partition import starts_at
+from shardwright.policies.places import starts_at
 from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.saved import SavedOptions, load_plan
 from shardwright.runtime.config import ComputeConfig

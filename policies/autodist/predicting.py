@@ -13,7 +13,6 @@ from functools import cached_property
 
 from shardwright.compiler.cost.reduction import Reduction
 from shardwright.compiler.plan.program import Declaration
-from shardwright.compiler.schedule.generate import SCHEDULES, generate
 from shardwright.compiler.schedule.schedule import Schedule
 from shardwright.compiler.schedule.sharing import SharedMachines
 from shardwright.compiler.schedule.simulate import StageTimes, simulate
@@ -38,7 +37,7 @@ class Prediction:
 
     def step_s(self, split: Split) -> float:
         """Seconds of a step: without a schedule by the formula of the split, which is exact there."""
-        if not self.attempt.pace.schedule:
+        if self.attempt.num_stages == 1:
             return split.cost_s
         devices = [0]
         for stage in split.stages:
@@ -62,8 +61,7 @@ class Prediction:
 
     @cached_property
     def schedule(self) -> Schedule:
-        pace = self.attempt.pace
-        return generate(pace.schedule, self.attempt.num_positions, self.num_microbatches, pace.chunks)
+        return self.attempt.schedule(self.num_microbatches)
 
     @cached_property
     def tables(self) -> list[Tables]:
@@ -100,7 +98,7 @@ class Prediction:
 
     def _parts(self, stage: Stage, backward_s: float) -> tuple[float, float]:
         """Of the backward of a stage that gets values from others."""
-        if not SCHEDULES[self.attempt.pace.schedule].splits_backward:
+        if not self.attempt.splits_backward:
             return backward_s, 0.0
         walk = self.attempt.offers[stage.menu].walk
         edges = [*self.starts, len(walk.backward_s)]

@@ -14,6 +14,7 @@ from shardwright.policies.autodist.found import Candidate, Opening, Whereabouts
 from shardwright.policies.autodist.simple import SIMPLE_SLACK, Rules, Simple, simple_plans
 from shardwright.policies.autodist.space import Placed
 from shardwright.policies.autodist.words import mesh_title, paced_title
+from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
 
 SIMPLE, SIMPLY_CUT = ", as a simple policy has it", ", in the stages of a simple policy"
@@ -51,7 +52,7 @@ class Rivals:
         if self.space.simple:
             needed_s = num_meshes * self.clock.longest_s(SCOUT)
             least, most = KEPT_SHARES
-            self._kept = min(max(least, needed_s / self.clock.limit_s), most)
+            self._kept = min(max(least, self.clock.share_of(needed_s)), most)
             self.clock.reserve(self._kept)
 
     def begin(self, left: Sequence[Whereabouts]) -> None:
@@ -196,8 +197,12 @@ class Rivals:
 
     def _is_better(self, title: str, plan: Plan, placed: Placed, *, is_simple: bool = False) -> bool:
         """Whether an audit says that a plan fits and takes less than all before it: then it is the best candidate."""
-        with self.clock.timed(AUDIT):
-            cost = self.audited(plan)
+        try:
+            with self.clock.timed(AUDIT):
+                cost = self.audited(plan)
+        except PlanError as error:
+            self.found.refuse(title, error)
+            return False
         if cost.peak_bytes > self.space.memory_bytes:
             self.found.least = min(self.found.least, least_of(cost, title))
         elif cost.step_s < self.bench.beaten_s():

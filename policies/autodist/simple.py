@@ -1,8 +1,8 @@
 """The plans of the simple policies on the meshes of a search, so that none of them is better than its answer.
 
-``tp``, ``data``, ``pp`` and ``hybrid`` split dims by rule and cut stages between operators, where a search has blocks and a
-model of their times and memory. On small models, or where memory binds, one of them may take less than all candidates; so they
-are audited too, as far as they obey the user's constraints and their parts do not already take as long as the best plan.
+``tp``, ``data``, ``pp`` and ``hybrid`` split dims by rule, and cut stages as a search does. Where time ends a search before it
+has placed the model on a mesh, on small models, or where memory binds, one of them may take less than all candidates. So
+they are audited too, as far as they obey the user's constraints and their parts do not already take as long as the best plan.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.op import IROp
 from shardwright.compiler.ops.strategy import Assignment, Strategy, factor_axes
 from shardwright.compiler.passes.lower import lower
-from shardwright.compiler.passes.outputs import drop_outputs
+from shardwright.compiler.passes.outputs import needed
 from shardwright.compiler.passes.stages import from_nothing
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.named import split_dim_names
@@ -38,7 +38,8 @@ from shardwright.policies.autodist.stages.blocks import operator_times
 from shardwright.policies.autodist.stages.walk import Setting, Walk
 from shardwright.policies.choice import Chooser
 from shardwright.policies.data import batch_classes
-from shardwright.policies.partition import Balance
+from shardwright.policies.partition import cut as cut_into_stages
+from shardwright.policies.partition import with_regions
 from shardwright.policies.splits import split_dims, split_of
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
@@ -90,21 +91,26 @@ def simple_plans(
     rules = rules or Rules(graph, setting.config)
     config = setting.config
     ranks = position_ranks(mesh, num_positions, pp_place)
-    cuts = list(_cuts(rules, paces, num_positions, space))
+    recompute = tuple(space.recompute or ())
+    marked = with_regions(rules.needed, recompute)
     for way in rules.ways(mesh):
-        left = _below(cuts, rules.alone_s(mesh, way, setting), setting, below_s)
-        placement = _placement(graph, way, space.constraints(mesh)) if left else None
+        if SIMPLE_SLACK * _even_s(rules.alone_s(mesh, way, setting), num_positions, setting) >= below_s:
+            continue
+        placement = _placement(graph, way, space.constraints(mesh))
         if placement is None:
             continue
-        plan = replace(placement, zero=units_of_storage(config), outputs=output_wishes(graph, config))
-        plan = replace(plan, recompute=tuple(space.recompute or ()))
-        walk = Walk(lower(graph, plan), setting)
+        plan = replace(placement, zero=units_of_storage(config), outputs=output_wishes(graph, config), recompute=recompute)
+        walk = Walk(lower(marked, plan), setting)
         times = list(operator_times(walk).values())
-        for cut in _below(left, times, setting, below_s):
+        if SIMPLE_SLACK * _even_s(times, num_positions, setting) >= below_s:
+            continue
+        for cut in _cuts(marked, walk, paces, num_positions, pp_place, space):
+            if SIMPLE_SLACK * cut.busiest_s(times, setting) >= below_s:
+                continue
             least_s, in_flight, cut_plan = space.num_microbatches * sum(times), [1], plan
             if cut.pace.schedule:
                 schedule = generate(cut.pace.schedule, num_positions, space.num_microbatches, cut.pace.chunks)
-                splits = SCHEDULES[cut.pace.schedule].splits_backward and not space.recompute and not walk.regions
+                splits = SCHEDULES[cut.pace.schedule].splits_backward and not walk.regions
                 least_s = _least_s(walk, times, schedule, cut.spans, ranks, splits=splits)
                 in_flight = list(peak_in_flight(schedule))
                 cut_plan = staged(plan, cut.starts, num_positions, cut.pace, space.num_microbatches, pp_place)
@@ -134,21 +140,23 @@ class _Cut:
         return setting.num_microbatches * each_s
 
 
-def _cuts(rules: Rules, paces: Sequence[Pace], num_positions: int, space: Space) -> Iterator[_Cut]:
+def _cuts(
+    graph: PlannableGraph, walk: Walk, paces: Sequence[Pace], num_positions: int, pp_place: int, space: Space
+) -> Iterator[_Cut]:
     """The stages of each schedule, but for those that have more than there are places to cut."""
     for pace in paces:
         if not pace.schedule:
-            yield _Cut(pace, [0], [], [range(len(rules.needed.ops))])
+            yield _Cut(pace, [0], [], [range(len(graph.ops))])
             continue
-        placement = SCHEDULES[pace.schedule].placement(num_positions, pace.chunks)
+        schedule = generate(pace.schedule, num_positions, space.num_microbatches, pace.chunks)
         with contextlib.suppress(PlanError):
-            starts = space.stage_starts or rules.balance.starts(placement)
-            yield _Cut(pace, placement, starts, _spans(rules.needed, starts))
+            starts = space.stage_starts or cut_into_stages(graph, walk, schedule, pp_place)
+            yield _Cut(pace, schedule.placement, starts, _spans(graph, starts))
 
 
-def _below(cuts: Sequence[_Cut], seconds: Sequence[float], setting: Setting, below_s: float) -> list[_Cut]:
-    """Those of which a plan may be better."""
-    return [cut for cut in cuts if SIMPLE_SLACK * cut.busiest_s(seconds, setting) < below_s]
+def _even_s(seconds: Sequence[float], num_positions: int, setting: Setting) -> float:
+    """What all microbatches take at least, however operators that take so many ``seconds`` are dealt out over positions."""
+    return setting.num_microbatches * sum(seconds) / num_positions
 
 
 @dataclass(frozen=True)
@@ -169,14 +177,9 @@ class Rules:
         self._splits_along: dict[tuple[frozenset[int], int], dict[str, Strategy]] = {}
 
     @cached_property
-    def needed(self) -> IRGraph:
+    def needed(self) -> PlannableGraph:
         """The graph of what programs compute."""
-        return drop_outputs(self.graph, output_wishes(self.graph, self._config))
-
-    @cached_property
-    def balance(self) -> Balance:
-        """Where stages begin."""
-        return Balance(self.graph)
+        return needed(self.graph, self._config)
 
     @cached_property
     def _counted(self) -> Sequence[IROp | None]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.placement.constraints import Constraints
 from shardwright.policies.autodist.placement.lean import Weight
+from shardwright.policies.autodist.stages.chain import SHARE
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
 
@@ -82,7 +83,9 @@ class Space:
     ``pp_place``: before which axis of the mesh the pipeline axis stands; 0 is outermost.
     ``recompute``: module paths computed again, whatever the memory; ``None``: layers, as few as memory asks for. ``audits``:
     how many candidates are audited at once; ``near``: only those predicted to take that many times what the best takes, or
-    less; ``worth_s``: none that is predicted to take longer.
+    less; ``worth_s``: none that is predicted to take longer. ``tolerance``: stages begin between layers where a step takes at
+    most so much longer than with other stages, as a share of it. ``block_share``: the most that a block of a stage of average
+    length takes, where stages may begin elsewhere, too.
     """
 
     meshes: Mapping[int, Sequence[Mesh]]
@@ -96,6 +99,8 @@ class Space:
     audits: int = 6
     worth_s: float = float("inf")
     near: float = 1.1
+    tolerance: float = 0.0
+    block_share: float = SHARE
     mixed: bool = True
     simple: bool = False
     constraints: Callable[[Mesh], Constraints] = lambda mesh: Constraints()

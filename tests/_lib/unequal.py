@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from shardwright.compiler.cost.hardware import load_hardware
 from shardwright.compiler.passes.stages import stage_of_ops
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan, StagePlan
+from shardwright.compiler.schedule.generate import generate
 from shardwright.policies.choice import choose_dims
 from shardwright.policies.data import batch_classes
 from shardwright.policies.partition import stage_starts
@@ -22,9 +24,11 @@ def unequal(
     def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
         positions = [Mesh.of(mesh) for mesh in meshes]
         first = [sum(mesh.size for mesh in positions[:index]) for index in range(len(positions))]
+        order = generate(schedule, len(positions), num_microbatches, len(placement) // len(positions))
+        starts = stage_starts(graph, Plan(Mesh(())), order, config, load_hardware("a100-80gb", len(positions)))
         stages = tuple(
             StagePlan(op, positions[at], tuple(range(first[at], first[at] + positions[at].size)))
-            for op, at in zip(["", *stage_starts(graph, placement)], placement, strict=True)
+            for op, at in zip(["", *starts], placement, strict=True)
         )
         whole = Mesh.of({"rank": sum(mesh.size for mesh in positions)})
         plan = Plan(whole, stages=stages, schedule=schedule, num_microbatches=num_microbatches)

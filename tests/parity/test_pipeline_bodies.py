@@ -149,7 +149,7 @@ def test_a_buffer_that_changes_has_one_home(tmp_path: Path) -> None:
     with pytest.raises(PlanError) as error:
         compiled(tmp_path, Twice().double(), rows(1)[0], sizes)
     assert str(error.value) == (
-        "buffer norm.num_batches_tracked is updated in stage 1 and used in stages 0, 1\n"
+        "buffer norm.running_mean is updated in stage 1 and used in stages 0, 1\n"
         "  why:   stages run several microbatches at a time, so that no stage would see the values in their order\n"
         "  try:   begin the stages where all uses of the module are in one"
     )

@@ -20,23 +20,24 @@ from dataclasses import dataclass
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.passes.stages import from_nothing
 from shardwright.compiler.plan.blocks import MIN_RUN, container_of, container_path
-from shardwright.policies.partition import cut_traffic
+from shardwright.policies.places import cut_traffic
 
 MAX_BLOCKS = 192
 """More places than that are thinned out, the ones that most crosses first."""
 
 SHARE = 0.25
-"""A block takes at most that share of a stage of average length, where places allow it."""
+"""A block takes at most that share of a stage of average length in a search, where places allow it."""
 
 
-def block_starts(graph: IRGraph, times: Sequence[float], num_stages: int) -> list[int]:
+def block_starts(graph: IRGraph, times: Sequence[float], num_stages: int, share: float = SHARE) -> list[int]:
     """Positions in ``graph.ops`` at which blocks begin; the first is 0.
 
-    ``times``: seconds of every operator. ``num_stages``: the most stages that the blocks will be dealt into.
+    ``times``: seconds of every operator. ``num_stages``: the most stages that the blocks will be dealt into. ``share``: of a
+    stage of average length, the most that a block takes where places allow it.
     """
     traffic = cut_traffic(graph, from_nothing(graph))
     places = sorted((i for i in range(1, len(graph.ops)) if math.isfinite(traffic[i])), key=lambda i: (traffic[i], i))
-    limit = max(SHARE * sum(times) / max(1, num_stages), (1 + SHARE) * max(times, default=0.0))  # one operator stays whole
+    limit = max(share * sum(times) / max(1, num_stages), (1 + share) * max(times, default=0.0))  # one operator stays whole
     low, high = 0, len(places)
     while low < high:  # the fewest places that keep every block below the limit
         middle = (low + high) // 2
@@ -47,7 +48,9 @@ def block_starts(graph: IRGraph, times: Sequence[float], num_stages: int) -> lis
     low = min(max(low, num_stages - 1), len(places))
     while low < len(places) and traffic[places[low]] == traffic[places[low - 1]]:  # what costs the same is taken together
         low += 1
-    return _joined(sorted(places[:low]), traffic, times)
+    chosen = sorted(places[:low])
+    joined = _joined(chosen, traffic, times)
+    return joined if len(joined) >= num_stages else [0, *chosen]
 
 
 def layer_blocks(graph: IRGraph) -> tuple[list[int], dict[int, str]]:
@@ -65,6 +68,35 @@ def layer_blocks(graph: IRGraph) -> tuple[list[int], dict[int, str]]:
             assert path is not None
             layers[block] = path
     return starts, layers
+
+
+MAX_DEPTH = 3
+"""How deep numbered modules inside one another are told apart: ``stages.0`` has ``stages.0.layers.1`` inside."""
+
+
+def nested_starts(graph: IRGraph) -> list[list[int]]:
+    """The chains of blocks that begin where a numbered module inside a layer begins or ends, the coarsest first.
+
+    Chains of too many blocks are left out, and such that are no finer than the one before. In a T5 they cut between attention
+    and feed-forward (``encoder.block.0.layer.1``), in a ResNet between the residual blocks of a stage.
+    """
+    traffic = cut_traffic(graph, from_nothing(graph))
+    found: list[list[int]] = []
+    known = layer_blocks(graph)[0]
+    for depth in range(2, MAX_DEPTH + 1):
+        paths = [_numbered_path(op.module_path, depth) for op in graph.ops]
+        starts = [i for i in range(len(paths)) if i == 0 or (paths[i] != paths[i - 1] and math.isfinite(traffic[i]))]
+        if starts != known and len(starts) <= MAX_BLOCKS:
+            found.append(starts)
+        known = starts
+    return found
+
+
+def _numbered_path(module_path: str, depth: int) -> str:
+    """The path up to its number ``depth``, or up to its last number, if it has fewer."""
+    names = module_path.split(".")
+    places = [index for index, name in enumerate(names) if name.isdecimal()][:depth]
+    return ".".join(names[: places[-1] + 1]) if places else ""
 
 
 @dataclass(frozen=True, slots=True)

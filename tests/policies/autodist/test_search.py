@@ -474,12 +474,12 @@ def test_the_bound_of_stages_is_of_every_chain_of_blocks(monkeypatch: pytest.Mon
     def noted(*args: Any, **options: Any) -> Any:
         split = split_stages(*args, **options)
         assert isinstance(split, Split)
-        known.append(replace(split, bound_s=1e-6) if known else split)
+        known.append(split if known else replace(split, bound_s=1e-6))
         return known[-1]
 
     monkeypatch.setattr(cutting, "split_stages", noted)
     monkeypatch.setattr(outer_search, "tighten", lambda bench: None)  # it would raise what is said
     found = search(num_positions=4, schedules=("1f1b",))
-    fine, by_layer = known
+    by_layer, fine = known
     assert found.best is not None and found.best.modelled_s == fine.cost_s < by_layer.cost_s
     assert found.best.split_bound_s == 1e-6 < fine.bound_s

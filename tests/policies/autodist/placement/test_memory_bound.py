@@ -173,7 +173,7 @@ def test_each_stage_of_a_position_lets_go_of_its_variables(schedule: str, chunks
     graph = planning.graph_of(Passing(), {"x": torch.randn(256, 16)})
     config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, use_end2end=True, outputs="loss")
     asked = replace(request(graph, Mesh(()), planning.slow_machine(2), config=config), microbatches=4)
-    starts = stage_starts(graph, generate(schedule, 2, 4, chunks).placement)
+    starts = stage_starts(graph, Plan(Mesh(())), generate(schedule, 2, 4, chunks), config, asked.hardware)
     cost = Auditor(graph, config, asked.hardware, 4)(staged(Plan(Mesh(())), starts, 2, Pace(schedule, chunks), 4))
     assert least_step_s(replace(asked, memory_limit_bytes=2 * cost.peak_bytes, in_flight=2)) / 2 <= cost.step_s
 

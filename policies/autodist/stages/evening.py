@@ -1,0 +1,72 @@
+"""Begin stages so that the positions of a pipeline have about equal sums of seconds, where a position runs several stages.
+
+There the sum of a position counts, not its longest stage: where one stage is long anyhow, as with a large head, the
+others of its position should be short, and those of other positions need not be.
+
+Example: eight layers of 4 s and a head of 24 s in the stages 0, 1, 0, 1 of two positions. Stages of 3, 3 and 2 layers
+and the head are as even as stages can be, and give positions of 20 and 36 s. With 3, 0, 5 layers and the head, they
+have 32 and 24 s; with the fourth stage begun a layer earlier, 28 s each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+WORTH = 0.01
+"""A begin is moved if that makes the sum of squares of the positions' sums smaller by that share."""
+
+
+def evened(times: Sequence[float], cuts: Sequence[int], placement: Sequence[int]) -> list[int]:
+    """The blocks ``cuts`` at which stages 1, 2, ... begin, moved one at a time until positions are about even.
+
+    ``times``: seconds of each block. ``placement``: the position that runs each stage. A begin is moved as long as that makes
+    the sum of squares of the positions' sums clearly smaller: a local optimum.
+    """
+    sums = [0.0, *itertools.accumulate(times)]
+    num_blocks = len(times)
+
+    def squares(cuts: Sequence[int]) -> float:
+        positions = [0.0] * (max(placement) + 1)
+        for position, (start, stop) in zip(placement, itertools.pairwise((0, *cuts, num_blocks)), strict=True):
+            positions[position] += sums[stop] - sums[start]
+        return sum(time * time for time in positions)
+
+    found, best, improved = list(cuts), squares(cuts), True
+    while improved:
+        improved = False
+        for number in range(len(found)):
+            if placement[number] == placement[number + 1]:
+                continue  # wherever the begin is, the sums are the same
+            low, high = (0, *found)[number], (*found, num_blocks)[number + 1]
+            for place in range(low + 1, high):
+                trial = [*found[:number], place, *found[number + 1 :]]
+                value = squares(trial)
+                if value < (1 - WORTH) * best:
+                    best, found, improved = value, trial, True
+    return found
+
+
+def even_stages(times: Sequence[float], num_stages: int) -> list[int]:
+    """Begins of the stages 1, 2, ... whose longest is as short as can be; of all such, the most even stages.
+
+    Exact, by dynamic programming over the block that a stage ends before. Even are stages of a small sum of squares.
+    """
+    sums = np.concatenate([[0.0], np.cumsum(times)])
+    seconds = sums[None, :] - sums[:, None]  # [first block, block after the last] of a stage
+    seconds[np.tril_indices(len(sums))] = np.inf  # no stage is empty
+    longest = seconds[0]
+    for _ in range(num_stages - 1):
+        longest = np.maximum(longest[:, None], seconds).min(axis=0)
+    squares = np.where(seconds <= longest[-1] * (1 + 1e-9), seconds**2, np.inf)
+    least, came_from = squares[0], []
+    for _ in range(num_stages - 1):
+        totals = least[:, None] + squares
+        came_from.append(totals.argmin(axis=0))
+        least = totals.min(axis=0)
+    begins = [len(times)]
+    for origins in reversed(came_from):
+        begins.append(int(origins[begins[-1]]))
+    return begins[:0:-1]

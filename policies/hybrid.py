@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.data import batch_classes
-from shardwright.policies.pipelines import PipelineOptions, add_stages, check_end2end
+from shardwright.policies.pipelines import PipelineOptions, add_stages, check_end2end, hardware_files
 from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.splits import inner_axes, split_dims
 from shardwright.runtime.config import ComputeConfig
@@ -56,4 +57,9 @@ def _sizes(options: HybridOptions, plan_ngpus: int) -> tuple[int, int]:
     return num_stages, tp
 
 
-POLICY = Policy("hybrid", apply, HybridOptions, built_in=True)
+def files(config: ComputeConfig) -> list[Path]:
+    """The files that describe the machine, if it is none of the presets."""
+    return hardware_files(read_options(HybridOptions, config.pas_config, policy="hybrid").hardware)
+
+
+POLICY = Policy("hybrid", apply, HybridOptions, built_in=True, files=files)

@@ -56,7 +56,7 @@ def check_end2end(policy: str, config: ComputeConfig) -> None:
 def hardware_files(hardware: str) -> list[Path]:
     """The files that describe a machine, and what was measured on it; none of a preset."""
     measured = times_file(hardware)
-    return [path for path in (Path(hardware), measured) if path is not None and path.is_file()] if measured is not None else []
+    return [] if measured is None else [path for path in (Path(hardware), measured) if path.is_file()]
 
 
 def add_stages(graph: PlannableGraph, config: ComputeConfig, plan: Plan, options: PipelineOptions, num_positions: int) -> Plan:

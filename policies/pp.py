@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
-from shardwright.policies.pipelines import PipelineOptions, add_stages, check_end2end
+from shardwright.policies.pipelines import PipelineOptions, add_stages, check_end2end, hardware_files
 from shardwright.policies.policy import Policy, read_options
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
@@ -24,4 +26,9 @@ def apply(graph: PlannableGraph, config: ComputeConfig) -> Plan:
     return add_stages(graph, config, plan, options, config.plan_ngpus)
 
 
-POLICY = Policy("pp", apply, PipelineOptions, built_in=True)
+def files(config: ComputeConfig) -> list[Path]:
+    """The files that describe the machine, if it is none of the presets."""
+    return hardware_files(read_options(PipelineOptions, config.pas_config, policy="pp").hardware)
+
+
+POLICY = Policy("pp", apply, PipelineOptions, built_in=True, files=files)

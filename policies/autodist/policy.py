@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardwright.compiler.cost.hardware import Hardware, load_hardware
-from shardwright.compiler.cost.operator_file import load_times, times_file
+from shardwright.compiler.cost.operator_file import load_times
 from shardwright.compiler.passes.recompute import mark_recompute
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.builder import PlannableGraph
@@ -28,6 +28,7 @@ from shardwright.policies.autodist.search import Search
 from shardwright.policies.autodist.space import Space
 from shardwright.policies.autodist.variants import Variant, Variants
 from shardwright.policies.autodist.words import first_of, refusals
+from shardwright.policies.pipelines import hardware_files
 from shardwright.policies.places import starts_at
 from shardwright.policies.policy import Policy, read_options
 from shardwright.policies.saved import SavedOptions, load_plan
@@ -164,6 +165,9 @@ def options_of(variant: Variant, options: AutodistOptions, time_limit_s: float) 
     return replace(chosen, **{name: variant.batch.num_microbatches})  # type: ignore[arg-type]
 
 
+LAYERS_WORTH = 0.002
+"""The share of a step that may be lost for stages that begin between layers: a file with whole layers is easier to read."""
+
 EVERY = "every plan of so many ranks"
 """The space of a bound that is the floor."""
 
@@ -243,6 +247,7 @@ def _space(graph: PlannableGraph, config: ComputeConfig, options: AutodistOption
         memory_bytes=limit,
         mixed=options.mesh is None,
         simple=True,
+        tolerance=LAYERS_WORTH,
         constraints=lambda mesh: constraints_on(mesh, graph, options),
         pp_place=None if config.rank_order is None else _pp_place(config.rank_order),
     )
@@ -297,10 +302,8 @@ def _ordered(mesh: Mesh, names: list[str]) -> Mesh:
 def files(config: ComputeConfig) -> list[Path]:
     """The files that the options name: of the machine, of times measured on it, of a plan."""
     options = read_options(AutodistOptions, config.pas_config, policy="autodist")
-    measured = times_file(options.hardware)
-    named = [Path(options.hardware), measured] if measured is not None else []
-    named += [Path(options.load_plan)] if options.load_plan is not None else []
-    return [path for path in named if path is not None and path.is_file()]
+    named = [Path(options.load_plan)] if options.load_plan is not None else []
+    return [*hardware_files(options.hardware), *(path for path in named if path.is_file())]
 
 
 def takes_traces(config: ComputeConfig) -> bool:

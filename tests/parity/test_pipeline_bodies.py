@@ -155,6 +155,56 @@ def test_a_buffer_that_changes_has_one_home(tmp_path: Path) -> None:
     )
 
 
+class Norms(nn.Module):
+    """Averages over all samples so far, which a batch norm without momentum keeps with the number of these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        pair = (nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=None))
+        self.layers = nn.ModuleList(nn.Sequential(*(copy.deepcopy(part) for part in pair)) for _ in range(3))
+
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return (F.mse_loss(x, target),)
+
+
+class ByHand(nn.Module):
+    """An average that is read before and after it is updated, in evaluation in other places; and a buffer that is set to
+    what needs no input.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("scale", torch.zeros(6))
+
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        x = torch.tanh(self.layers[1](torch.tanh(self.layers[0](x)))) - self.mean
+        x = torch.tanh(self.layers[2](x))
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        x = torch.tanh(self.layers[4](torch.tanh(self.layers[3](x)))) * (1 + self.scale)
+        self.scale.copy_(torch.full((6,), 0.5, dtype=x.dtype))
+        return (F.mse_loss(x + self.mean, target),)
+
+
+@pytest.mark.parametrize(
+    ("model", "policy"),
+    [(Norms, "pp"), (ByHand, "pp"), (ByHand, "autodist"), pytest.param(Norms, "autodist", marks=pytest.mark.slow)],
+)
+def test_buffers_that_change_are_no_obstacle(tmp_path: Path, model: type[nn.Module], policy: str) -> None:
+    """Stages begin where all uses of one are in one stage."""
+    sizes: dict[str, Any] = {"policy": policy, "plan_ngpus": 2, "runtime_ngpus": 2}
+    sizes |= {"num_stages": 2, "time_limit_s": 3600.0} if policy == "autodist" else {}
+    for training in (True, False):
+        with shared_traces(model.__name__):
+            check(tmp_path / str(training), model().double().train(training), rows(4), sizes)
+
+
 def test_ranks_must_agree_on_sizes(tmp_path: Path) -> None:
     class Rows(nn.Module):
         def __init__(self) -> None:

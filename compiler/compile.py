@@ -28,7 +28,7 @@ from shardwright.compiler.passes.verify_program import verify_program
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.check import check_batch, check_names
 from shardwright.compiler.plan.named import split_dim_names
-from shardwright.compiler.plan.outputs import output_wishes
+from shardwright.compiler.plan.outputs import settled_wishes
 from shardwright.compiler.plan.pipeline import PipelineProgram
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.program import Declaration, Program
@@ -121,7 +121,7 @@ def compile_graph(
     check_mesh(plan, config)
     config = settled_config(plan, config)
     plan = replace(plan, zero=units_of_storage(config))
-    plan = replace(plan, outputs={**output_wishes(graph, config), **plan.outputs}, dims=split_dim_names(planned, plan))
+    plan = replace(plan, outputs=settled_wishes(graph, config, plan.outputs), dims=split_dim_names(planned, plan))
     check_names(planned, plan)
     check_batch(planned, plan)
     if plan.recompute:

@@ -19,7 +19,7 @@ from shardwright.compiler.cost.operators import OperatorTimes
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.recompute import mark_recompute
 from shardwright.compiler.plan.builder import PlannableGraph
-from shardwright.compiler.plan.outputs import output_wishes
+from shardwright.compiler.plan.outputs import training_wishes
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.zero import units_of_storage
 from shardwright.compiler.schedule.generate import SCHEDULES
@@ -62,7 +62,7 @@ def stage_starts(
     marked = with_regions(graph, whole.recompute)
     ranks = position_ranks(whole.mesh, schedule.num_ranks, pp_place)[0]
     setting = Setting(hardware, config, ranks, times=times, num_microbatches=schedule.num_microbatches)
-    placed = replace(whole, zero=units_of_storage(config), outputs={**output_wishes(graph, config), **whole.outputs})
+    placed = replace(whole, zero=units_of_storage(config), outputs={**training_wishes(graph, config), **whole.outputs})
     return cut(marked, Walk(lower(marked, placed), setting), schedule, pp_place)
 
 

@@ -20,8 +20,8 @@ from shardwright.runtime.errors import ConfigError, brief, did_you_mean, malform
 from shardwright.runtime.layout import MOST_RANKS
 from shardwright.runtime.named_fields import named_fields
 
-OUTPUT_MODES = ("whole", "sharded", "drop")
-"""What a rank gets of one output: all of it, its own piece, or nothing (and no collective is spent on it)."""
+OUTPUT_MODES = ("whole", "eval", "sharded", "drop")
+"""What a rank gets of one output: all of it, all of it but for training steps, its own piece, or nothing."""
 
 AUTO = "auto"
 """``use_zero="auto"``: the plan says the stage of ZeRO."""
@@ -80,8 +80,10 @@ class ComputeConfig:
 
     **Model.** ``use_end2end``: the first result of ``forward`` is the loss, and ``train_step`` runs it.
     ``dynamic_dims`` names the input dims whose size may differ between calls: ``{"input_ids": {0: "batch", 1: "seq"}}``,
-    where equal names mean equal sizes, or just ``{"input_ids": [0, 1]}``. ``outputs``: ``"all"`` of them whole on every
-    rank, the ``"loss"`` alone (the first result, or the one called ``loss``), or per output path one of ``"whole"``,
+    where equal names mean equal sizes, or just ``{"input_ids": [0, 1]}``. ``outputs``: what ranks get of the results.
+    ``"auto"``: all of them whole on every rank; but a training step of a model that returns a loss (a scalar with a gradient,
+    called ``loss`` or first) leaves out the others where making them whole would cost anything. ``"all"``: whole in training
+    too. ``"loss"``: the loss alone, always. Or by output path one of ``"whole"``, ``"eval"`` (left out of training steps),
     ``"sharded"``, ``"drop"``; paths not named are whole. ``constant_folding`` computes while compiling what depends on
     neither inputs nor weights, as far as it takes at most 1 MiB each. ``constants`` holds, by input path, the values of
     integer inputs that are the same in every call and decide sizes: ``{"image_grid_thw": [[1, 4, 4]]}``. They are compiled
@@ -110,7 +112,7 @@ class ComputeConfig:
     pas_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     user_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     rank_order: str | None = None
-    outputs: str | Mapping[str, str] = field(default="all", hash=False)
+    outputs: str | Mapping[str, str] = field(default="auto", hash=False)
     dynamic_dims: Mapping[str, Mapping[int, str] | Iterable[int]] = field(default_factory=dict, hash=False)
     constants: Mapping[str, Any] = field(default_factory=dict, hash=False)
     grad_reduction: str = "sum"
@@ -384,9 +386,9 @@ def _read_outputs(outputs: Any) -> str | dict[str, str]:
                 raise ConfigError("outputs maps output paths to what is wanted of them", why=f"{brief(path)} is not a string")
             _check_choice(f"outputs[{brief(path)}]", mode, OUTPUT_MODES)
         return dict(outputs)
-    if not isinstance(outputs, str) or outputs not in ("all", "loss"):
+    if not isinstance(outputs, str) or outputs not in ("auto", "all", "loss"):
         raise ConfigError(
-            "outputs is 'all', 'loss', or a dict from output path to 'whole', 'sharded' or 'drop'",
+            "outputs is 'auto', 'all', 'loss', or a dict from output path to 'whole', 'eval', 'sharded' or 'drop'",
             why=f"it is {brief(outputs)}",
         )
     return str(outputs)

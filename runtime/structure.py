@@ -30,6 +30,8 @@ from typing import Any
 
 import torch
 
+from shardwright.runtime.left_out import LeftOut
+
 LEAF_TYPES = (
     torch.Tensor,
     torch.Size,
@@ -60,6 +62,7 @@ LEAF_TYPES = (
     types.MethodType,
     types.ModuleType,
     torch.nn.Module,
+    LeftOut,
 )
 
 

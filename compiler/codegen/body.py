@@ -28,7 +28,7 @@ from shardwright.compiler.ir.size import Size, to_python, with_axis_variables
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.render import Source, argument_source, call_source, imports_of, imports_of_literal, names_bound
-from shardwright.compiler.plan.blocks import Run, Update, container_path, gathered_until, group_blocks, size_symbols
+from shardwright.compiler.plan.blocks import Run, Update, container_path, gathered_until, group_blocks, reads, size_symbols
 from shardwright.compiler.plan.conversion import CutSizes
 from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Instruction, Program
 from shardwright.runtime.structure import values_digest
@@ -45,6 +45,7 @@ RUNTIME_IMPORTS = {
 BUILTINS = {"bool", "complex", "float", "int", "max", "min", "range", "slice"}
 RESERVED = {"self", "torch", "F", "math", "block", "layer", *BUILTINS, *RUNTIME_IMPORTS}
 """What bodies read by these names."""
+LEAVES_OUT = "a training step: see ComputeConfig.outputs"
 
 
 @dataclass
@@ -86,7 +87,7 @@ class BodyWriter:
         """The names that the imports of the file bind."""
         if self._imported is None:
             self._imported = set()
-            for instruction in (instruction for program in self._programs() for instruction in program.body):
+            for instruction in (instruction for program in self._programs() for instruction in program.instructions):
                 if isinstance(instruction, Adapt):
                     self._imported.add(instruction.step.kind)
                 else:
@@ -170,6 +171,15 @@ class BodyWriter:
             body += self._drop(over.get(position, ()), scope)
         done = {before.name for item in items if isinstance(item, Run) for before, _ in item.updates}
         return body + [self._update(pair, scope) for pair in program.buffer_updates if pair[0].name not in done]
+
+    def _tail(self, program: Program, scope: Scope) -> list[Line]:
+        """What makes the outputs that a training step leaves out, after it has returned."""
+        over = gathered_until(program.tail, program.results())
+        lines: list[Line] = []
+        for position, instruction in enumerate(program.tail):
+            lines.append(self._line(instruction, scope, program))
+            lines += self._drop(over.get(position, ()), scope)
+        return lines
 
     def _drop(self, weights: Iterable[IRValue], scope: Scope) -> list[Line]:
         """Let go of weights that were gathered."""
@@ -376,14 +386,14 @@ def _shape_text(value: IRValue) -> str:
 
 def _held_at_the_end(program: Program) -> list[IRValue]:
     """What a body still needs after its last instruction."""
-    results = [value for _, value in program.output.leaves() if isinstance(value, IRValue)]
-    return results + [after for _, after in program.buffer_updates]
+    later = [value for instruction in program.tail for value in reads(instruction)]
+    return [*program.results(), *later, *(after for _, after in program.buffer_updates)]
 
 
 def used_symbols(program: Program) -> set[str]:
     """The names of dynamic sizes that the body speaks of."""
     used: set[str] = set()
-    for instruction in program.body:
+    for instruction in program.instructions:
         if isinstance(instruction, Adapt):
             for cut in (instruction.step.cut, instruction.step.to_cut):
                 if cut is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jinja2
 
-from shardwright.compiler.codegen.body import RESERVED, BodyWriter, used_symbols
+from shardwright.compiler.codegen.body import LEAVES_OUT, RESERVED, BodyWriter, used_symbols
 from shardwright.compiler.codegen.comments import legend
 from shardwright.compiler.codegen.imports import sorted_imports
 from shardwright.compiler.codegen.literals import joined_text, names_text, source, tuple_text
@@ -244,7 +244,10 @@ class Writer(BodyWriter):
             scope.reserve(f"{argument}_leaves")
         head = self._unpack(scope, used_symbols(program))
         body = self._statements(program, scope)
-        body.append(Line(f"return {self._output(program.output, scope)}"))
+        if program.whole_output is not None:
+            step = Line(f"return {self._output(program.output, scope)}", LEAVES_OUT, ("if self.trains",))
+            body += [step, *self._tail(program, scope)]
+        body.append(Line(f"return {self._output(program.whole_output or program.output, scope)}"))
         lines = layout_lines([*head, *self._axis_lines(body, program), *body], 8)
         return [line.removeprefix("    ") for line in lines]
 

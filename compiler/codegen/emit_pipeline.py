@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwright.compiler.codegen.body import BodyWriter, used_symbols
+from shardwright.compiler.codegen.body import LEAVES_OUT, BodyWriter, used_symbols
 from shardwright.compiler.codegen.comments import legend
 from shardwright.compiler.codegen.emit import (
     Origin,
@@ -24,6 +24,7 @@ from shardwright.compiler.codegen.literals import joined_text, names_text, tuple
 from shardwright.compiler.codegen.names import Scope
 from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, wrap
 from shardwright.compiler.ir.graph import IRGraph, Tree
+from shardwright.compiler.ir.op import LeftOut
 from shardwright.compiler.ir.quote import quoted
 from shardwright.compiler.ir.size import to_python
 from shardwright.compiler.ir.value import IRValue
@@ -129,6 +130,7 @@ class _PipelineWriter(BodyWriter):
             "arguments": _argument_lines(program.graph, _symbols(program)),
             "size_methods": [lines for body, p in named for lines in self._size_methods(p, body)],
             "output_stages": {body: _output_lines(p) for body, p in named},
+            "left_out": _left_out(program),
             "by_parameter": {
                 "shared": _entries((fqn, str(stages)) for fqn, stages in sorted(program.shared.items())),
                 "owned": _entries((fqn, _owned_text(layouts)) for fqn, layouts in sorted(program.owned.items())),
@@ -154,12 +156,19 @@ class _PipelineWriter(BodyWriter):
             scope.define(value)
             arguments.append(scope.name(value))
         body = self._statements(program, scope)
-        leaves = [value for _, value in program.output.leaves()]
-        results = ", ".join(self._output(Tree("leaf", value), scope) for value in leaves)
-        body.append(Line(f"return ({results}{',' if len(leaves) == 1 else ''})"))
+        if program.whole_output is not None:
+            step = Line(self._returned(program.output, scope), LEAVES_OUT, ("if self.trains",))
+            body += [step, *self._tail(program, scope)]
+        body.append(Line(self._returned(program.whole_output or program.output, scope)))
         words = ["self", *arguments, *(["*", *symbols] if symbols else [])]
         head = [f"    {line}" for line in wrap(f"def {name}({', '.join(words)}):", 124)]
         return [*head, *layout_lines([*self._axis_lines(body, program), *body], 8)]
+
+    def _returned(self, output: Tree, scope: Scope) -> str:
+        """What a stage returns; ``None`` for what a training step leaves out."""
+        leaves = [None if isinstance(value, LeftOut) else value for _, value in output.leaves()]
+        results = ", ".join(self._output(Tree("leaf", value), scope) for value in leaves)
+        return f"return ({results}{',' if len(leaves) == 1 else ''})"
 
     def _size_methods(self, program: PipelineProgram, ending: str) -> list[list[str]]:
         """``layouts`` and ``output_shapes``: what depends on the sizes of a sample, where these vary."""
@@ -224,10 +233,16 @@ def _output_stages(program: PipelineProgram) -> list[tuple[str, int, tuple[Any, 
     rows = []
     for stage in program.stages:
         for path, value in stage.outputs:
-            if program.plan.outputs.get(path, "whole") == "whole":
+            if program.plan.outputs.get(path, "whole") in ("whole", "eval"):
                 rows.append((path, stage.index, tuple(value.shape), str(value.dtype)))
     order = {path: i for i, (path, _) in enumerate(program.graph.output.leaves())}
     return sorted(rows, key=lambda row: order[row[0]])
+
+
+def _left_out(program: PipelineProgram) -> list[str]:
+    """The lines that name the results which a training step leaves out; none where it leaves out nothing."""
+    paths = [path for path, _, _, _ in _output_stages(program) if program.plan.outputs.get(path) == "eval"]
+    return assigned("left_out_of_training", names_text(paths)) if paths else []
 
 
 class _Leaves(Scope):

@@ -139,7 +139,9 @@ class _PositionMemory:
         if len({rank for stage in plan.stages for rank in stage.ranks}) == 1:
             return
         for stage in self.program.stages:
-            for _, value in stage.outputs:
+            for path, value in stage.outputs:
+                if plan.outputs.get(path) == "eval" and self.trains:
+                    continue
                 num_bytes = local_bytes(Layout.whole(value.shape), value.dtype, self.books.mesh)
                 flat = ledger.hold(ledger.new(num_bytes * plan.num_microbatches, "activation"))
                 ledger.use(0, "delivery of results")

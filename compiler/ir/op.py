@@ -44,6 +44,13 @@ class AxisRef:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Stands in the result of a training step for an output, or outputs below a path, that the step leaves out."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class RankRng:
     """The module's random state as an argument (``self.rng``)."""
 

@@ -20,7 +20,7 @@ import sympy
 import torch
 
 from shardwright.compiler.ir.identifier import axis_variable, is_name
-from shardwright.compiler.ir.op import Arg, AxisRef, IROp, RankDevice, RankRng, WhenTraining, leaves
+from shardwright.compiler.ir.op import Arg, AxisRef, IROp, LeftOut, RankDevice, RankRng, WhenTraining, leaves
 from shardwright.compiler.ir.quote import quoted
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
@@ -89,6 +89,8 @@ def argument_source(arg: Arg, name_of: NameOf, size_text: SizeText) -> str:
             return size_text(arg)
         case RankDevice():
             return "self.device"
+        case LeftOut():
+            return f"self.left_out({quoted(arg.path)})"
         case RankRng():
             return "self.rng"
         case AxisRef():

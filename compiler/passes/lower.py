@@ -15,12 +15,12 @@ from functools import lru_cache
 
 from shardwright.compiler.cost.communication import local_elements, steps_elements
 from shardwright.compiler.ir.graph import IRGraph, Tree
-from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ir.op import IROp, LeftOut
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.localise import localise
 from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.strategy import KNOWN, layouts
-from shardwright.compiler.passes.outputs import drop_outputs
+from shardwright.compiler.passes.outputs import drop_outputs, in_training
 from shardwright.compiler.passes.sharing import Route, routes
 from shardwright.compiler.passes.strides import without_strided_views
 from shardwright.compiler.plan.check import check_strategies
@@ -32,18 +32,20 @@ from shardwright.runtime.layout import Layout, Mesh
 from shardwright.runtime.structure import join
 
 
-def lower(graph: IRGraph, plan: Plan, whole_in_units: Set[str] = frozenset()) -> Program:
-    """The program of ``graph`` under ``plan``. ``whole_in_units``: parameters that ZeRO-3 does not cut.
+def lower(graph: IRGraph, plan: Plan, whole_in_units: Set[str] = frozenset(), *, delivers: bool = False) -> Program:
+    """The program of ``graph`` under ``plan``. ``whole_in_units``: parameters that ZeRO-3 does not cut. ``delivers``: whether
+    outputs go to other ranks than those that run the program, so that whole ones have a price too.
 
     Raises :class:`PlanError` for strategies that its operators do not have.
     """
     check_strategies(graph, plan)
     graph = drop_outputs(graph, plan.outputs)
-    program = without_strided_views(_Lowering(graph, plan, whole_in_units).run())
+    program = without_strided_views(_Lowering(graph, plan, whole_in_units, delivers).run())
     if graph.eval_graph is None:
         return program
     stored = {d.value.fqn: d.layout for d in program.declarations if d.value.fqn}
-    own = replace(plan, stored={**plan.stored, **stored})
+    given = {path: "whole" if wish == "eval" else wish for path, wish in plan.outputs.items()}
+    own = replace(plan, stored={**plan.stored, **stored}, outputs=given)
     return replace(program, eval_program=lower(graph.eval_graph, own, whole_in_units))
 
 
@@ -56,7 +58,9 @@ class _Lowering:
     graph: IRGraph
     plan: Plan
     whole_in_units: Set[str] = frozenset()
+    delivers: bool = False
     body: list[Instruction] = field(default_factory=list)
+    operand_layouts: dict[str, tuple[Layout, ...]] = field(default_factory=dict)
     produced: dict[str, Layout] = field(default_factory=dict)
     wanted: dict[str, list[Layout]] = field(default_factory=dict)
     routes: dict[str, Mapping[Layout, Route]] = field(default_factory=dict)
@@ -75,33 +79,64 @@ class _Lowering:
         return self.plan.storage_mesh
 
     def run(self) -> Program:
-        graph, plan = self.graph, self.plan
+        needed = in_training(self.graph, self.plan.outputs)
+        early = [op for op in self.graph.ops if op.name in needed]
+        late = [op for op in self.graph.ops if op.name not in needed]
+        graph = self.graph = self.graph.with_ops((*early, *late))
+        plan = self.plan
         self.names = {value.name for value in graph.sources} | {r.name for op in graph.ops for r in op.results}
-        operand_layouts = {}
         for op in graph.ops:
-            operand_layouts[op.name], results = layouts(_rule(op), plan.assignment(op.name), self.mesh)
+            self.operand_layouts[op.name], results = layouts(_rule(op), plan.assignment(op.name), self.mesh)
             for value, layout in zip(op.results, results, strict=True):
                 self.produced[value.name] = layout
-        for op in graph.ops:
-            for value, layout in zip(op.operands, operand_layouts[op.name], strict=True):
-                self.wanted.setdefault(value.name, []).append(layout)
-        declarations = self._place_sources(self.wanted)
-        for path, value in graph.output.leaves():
-            if isinstance(value, IRValue):
+        self.wanted = self._wanted_by(early)
+        declarations = self._place_sources({**self._wanted_by(late), **self.wanted})
+        leaves = [(path, value) for path, value in graph.output.leaves() if isinstance(value, IRValue)]
+        for path, value in leaves:
+            if plan.outputs.get(path) != "eval":
                 self.wanted.setdefault(value.name, []).append(self._output_layout(path, value))
         for before, after in graph.buffer_updates:
             self.wanted.setdefault(after.name, []).append(self.produced[before.name])
-        for op in graph.ops:
-            operands = [self._adapted(v, target, op) for v, target in zip(op.operands, operand_layouts[op.name], strict=True)]
-            local = localise(_with_operands(op, operands), _rule(op), plan.assignment(op.name), self.mesh)
-            results = tuple(self.produced[value.name] for value in op.results)
-            self.body.append(Compute(local, op, plan.assignment(op.name), results))
-        output = self._output(graph.output, "")
+        self._compute(early)
+        made = {result.name for op in late for result in op.results}
+        left_out = {
+            path
+            for path, value in leaves
+            if plan.outputs.get(path) == "eval" and (self.delivers or value.name in made or not self._is_there(value, path))
+        }
+        output = self._output(graph.output, "", left_out)
         updates = tuple(
             (before, self._adapted(after, self.produced[before.name], None)) for before, after in graph.buffer_updates
         )
         inputs = {value.name: self.produced[value.name] for value in graph.inputs}
-        return Program(graph, plan, declarations, inputs, tuple(self.body), output, updates)
+        program = Program(graph, plan, declarations, inputs, tuple(self.body), output, updates)
+        if not left_out:
+            return program
+        for name, layouts_wanted in self._wanted_by(late).items():
+            self.wanted.setdefault(name, []).extend(layouts_wanted)
+        for path, value in leaves:
+            self.wanted.setdefault(value.name, []).append(self._output_layout(path, value))
+        self._compute(late)
+        whole = self._output(graph.output, "", set())
+        return replace(program, tail=tuple(self.body[len(program.body) :]), whole_output=whole)
+
+    def _wanted_by(self, ops: list[IROp]) -> dict[str, list[Layout]]:
+        """By value, the layouts that operators need it in."""
+        wanted: dict[str, list[Layout]] = {}
+        for op in ops:
+            for value, layout in zip(op.operands, self.operand_layouts[op.name], strict=True):
+                wanted.setdefault(value.name, []).append(layout)
+        return wanted
+
+    def _compute(self, ops: list[IROp]) -> None:
+        """Append the local calls of operators, and adapters in front of them."""
+        for op in ops:
+            targets = zip(op.operands, self.operand_layouts[op.name], strict=True)
+            operands = [self._adapted(value, target, op) for value, target in targets]
+            assignment = self.plan.assignment(op.name)
+            local = localise(_with_operands(op, operands), _rule(op), assignment, self.mesh)
+            results = tuple(self.produced[value.name] for value in op.results)
+            self.body.append(Compute(local, op, assignment, results))
 
     # ------------------------------------------------------------------------------------------------------- sources
 
@@ -155,17 +190,29 @@ class _Lowering:
 
     def _adapted(self, value: IRValue, target: Layout, op: IROp | None) -> IRValue:
         """The value in the layout a use needs, made now if it is not there yet."""
+        goal = self._canonical(value, self._needed(value, target))
         if value.name not in self.versions:
             self.versions[value.name] = {(self._canonical(value, self.produced[value.name]), None): value}
-            wanted = [self._needed(value, layout) for layout in self.wanted[value.name]]
-            self.routes[value.name] = routes(
-                self.produced[value.name],
-                wanted,
-                self.storage_mesh,
-                differentiable=value.requires_grad,
-                takes_gradient=value.takes_gradient,
-            )
-        return self._version(value, self._canonical(value, self._needed(value, target)), op)
+            self.routes[value.name] = self._routes(value)
+        if goal not in self.routes[value.name]:  # wanted after what training needs, which keeps its routes
+            self.routes[value.name] = {**self._routes(value), **self.routes[value.name]}
+        return self._version(value, goal, op)
+
+    def _routes(self, value: IRValue) -> Mapping[Layout, Route]:
+        """How the layouts that a value is wanted in are reached."""
+        return routes(
+            self.produced[value.name],
+            [self._needed(value, layout) for layout in self.wanted[value.name]],
+            self.storage_mesh,
+            differentiable=value.requires_grad,
+            takes_gradient=value.takes_gradient,
+        )
+
+    def _is_there(self, value: IRValue, path: str) -> bool:
+        """Whether an output is held as it is wanted, without another adapter."""
+        goal = self._canonical(value, self._output_layout(path, value))
+        made = self._canonical(value, self.produced[value.name])
+        return goal == made or (goal, None) in self.versions.get(value.name, {})
 
     def _version(self, value: IRValue, goal: Layout, op: IROp | None) -> IRValue:
         versions = self.versions[value.name]
@@ -214,12 +261,19 @@ class _Lowering:
             return self.produced[value.name]
         return wish if isinstance(wish, Layout) else Layout.whole(value.shape)
 
-    def _output(self, tree: Tree, path: str) -> Tree:
+    def _output(self, tree: Tree, path: str, left_out: Set[str]) -> Tree:
+        """The result over the program's values. A part of which all tensors are left out is left out as one."""
         if tree.kind == "leaf":
             if not isinstance(tree.value, IRValue):
                 return tree
+            if path in left_out:
+                return replace(tree, value=LeftOut(path))
             return replace(tree, value=self._adapted(tree.value, self._output_layout(path, tree.value), None))
-        return replace(tree, children=tuple((k, self._output(child, join(path, k))) for k, child in tree.children))
+        tensors = [leaf for leaf, value in tree.leaves(path) if isinstance(value, IRValue)]
+        if path and tensors and left_out.issuperset(tensors):
+            return Tree("leaf", LeftOut(path))
+        children = ((key, self._output(child, join(path, key), left_out)) for key, child in tree.children)
+        return replace(tree, children=tuple(children))
 
 
 @lru_cache(maxsize=KNOWN)

@@ -48,7 +48,8 @@ def lower_stages(graph: IRGraph, plan: Plan) -> PipelineProgram:
     copied = several.keys() - shared.keys()
     program = _lower_body(graph, plan, cut, stored, copied)
     if body is not None:
-        program = replace(program, eval_program=_lower_body(body, plan, eval_cut, stored, copied))
+        given = {path: "whole" if wish == "eval" else wish for path, wish in plan.outputs.items()}
+        program = replace(program, eval_program=_lower_body(body, replace(plan, outputs=given), eval_cut, stored, copied))
     owned = {fqn: {index: stored[plan.stages[index].mesh][fqn] for index in holders[fqn]} for fqn in copied}
     return replace(program, shared=shared, owned=owned)
 
@@ -180,7 +181,7 @@ def _lower_stage(stage: StageGraph, plan: Plan, crossings: list[Crossing], copie
     for i, (path, _) in enumerate(stage.outputs, start=len(stage.sends)):
         outputs[str(i)] = plan.outputs.get(path, "whole")
     own = replace(plan, mesh=plan.stages[stage.index].mesh, inputs=received, outputs=outputs, stages=())
-    return lower(stage.graph, own, copied)
+    return lower(stage.graph, own, copied, delivers=True)
 
 
 def _leading_to_outputs(graph: IRGraph) -> set[str]:

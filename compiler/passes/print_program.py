@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from shardwright.compiler.ir.graph import Tree
 from shardwright.compiler.ir.quote import comment
 from shardwright.compiler.ir.size import to_python
-from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.render import call_source
 from shardwright.compiler.plan.program import Adapt, Program
 
@@ -13,7 +13,10 @@ def print_program(program: Program) -> str:
     """One line per declaration and instruction, with layouts."""
     lines = [f"program {program.graph.name} on {program.plan.storage_mesh}"]
     lines += [f"  {declaration.value.name}: {declaration.layout}" for declaration in program.declarations]
-    for instruction in program.body:
+    returned = _returned(program.output)
+    for position, instruction in enumerate(program.instructions):
+        if position == len(program.body):
+            lines.append(f"  in training: return {returned}")
         if isinstance(instruction, Adapt):
             step = instruction.step
             call = f"{instruction.result.name} = {step.kind}({instruction.value.name}, {', '.join(step.axes)})"
@@ -24,9 +27,14 @@ def print_program(program: Program) -> str:
             strategy = " ".join(f"{axis}={s}" for axis, s in instruction.assignment.items())
             call = call_source(instruction.op, lambda value: value.name, to_python)
             lines.append(f"  {names} = {call}  # {layouts}  {strategy}".rstrip())
-    leaves = [(path, value) for path, value in program.output.leaves() if isinstance(value, IRValue)]
-    outputs = [f"{comment(path)}={value.name}" if path else value.name for path, value in leaves]
-    lines.append(f"  return {', '.join(outputs)}")
+    if program.whole_output is not None and not program.tail:
+        lines.append(f"  in training: return {returned}")
+    lines.append(f"  return {_returned(program.whole_output or program.output)}")
     if program.eval_program is not None:
         lines += ["in evaluation:", print_program(program.eval_program)]
     return "\n".join(lines)
+
+
+def _returned(output: Tree) -> str:
+    leaves = [(path, value) for path, value in output.leaves() if hasattr(value, "name")]
+    return ", ".join(f"{comment(path)}={value.name}" if path else value.name for path, value in leaves)

@@ -27,14 +27,15 @@ def without_strided_views(program: Program) -> Program:
     given = {leaf.name for _, tree in program.graph.signature for _, leaf in tree.leaves() if isinstance(leaf, IRValue)}
     moved = {value.name for value in program.graph.inputs} - given  # from another stage
     body = []
-    for instruction in program.body:
+    for instruction in program.instructions:
         if isinstance(instruction, Adapt):
             if instruction.step.kind not in KEEPS_STRIDES or instruction.value.name in moved:
                 moved.add(instruction.result.name)
         else:
             instruction = _computed(instruction, moved)
         body.append(instruction)
-    return replace(program, body=tuple(body))
+    count = len(program.body)
+    return replace(program, body=tuple(body[:count]), tail=tuple(body[count:]))
 
 
 def _computed(instruction: Compute, moved: set[str]) -> Compute:

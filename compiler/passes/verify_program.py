@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shardwright.compiler.ir.graph import Tree
+from shardwright.compiler.ir.op import LeftOut
 from shardwright.compiler.ir.value import IRValue, ValueKind
 from shardwright.compiler.ops.strategy import allowed, layouts
 from shardwright.compiler.plan.conversion import GATHERS, SLICES, AdapterStep, canonical, cut_sizes
-from shardwright.compiler.plan.program import Adapt, Compute, Program
+from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
 from shardwright.runtime.errors import InternalError
 from shardwright.runtime.layout import ZERO, Layout
 
@@ -66,15 +68,22 @@ class _Walk:
             self.define(declaration.value, declaration.layout)
         for value in program.graph.inputs:
             self.define(value, program.input_layouts[value.name])
-        for instruction in program.body:
+        self.walk(program.body)
+        self.check_outputs(program.output)
+        self.check_updates()
+        self.walk(program.tail)
+        self.check_outputs(program.whole_output or program.output, in_training=False)
+        computed = [i.original.name for i in program.instructions if isinstance(i, Compute)]
+        if computed != [op.name for op in program.graph.ops]:
+            raise InternalError("the program does not compute every operator of the graph once, in its order")
+
+    def walk(self, instructions: tuple[Instruction, ...]) -> None:
+        """Check instructions one after the other."""
+        for instruction in instructions:
             if isinstance(instruction, Adapt):
                 self.check_adapter(instruction)
             else:
                 self.check_compute(instruction)
-        computed = [i.original.name for i in program.body if isinstance(i, Compute)]
-        if computed != [op.name for op in program.graph.ops]:
-            raise InternalError("the program does not compute every operator of the graph once, in its order")
-        self.check_outputs()
 
     def define(self, value: IRValue, layout: Layout, origin: str | None = None) -> None:
         if value.name in self.held:
@@ -149,16 +158,24 @@ class _Walk:
             ):
                 raise InternalError(f"{name} cuts dim {dim} as {sizes}, its layout is {layout}")
 
-    def check_outputs(self) -> None:
-        """Results are as the plan wishes them, and buffers get values laid out as they are."""
+    def check_outputs(self, output: Tree, *, in_training: bool = True) -> None:
+        """Results are as the plan wishes them. Only those may be left out, and of training only, that it gives up there."""
         originals = dict(self.program.graph.output.leaves())
-        for path, value in self.program.output.leaves():
+        for path, value in output.leaves():
+            if isinstance(value, LeftOut):
+                below = [known for known in originals if known == path or known.startswith(f"{path}.")]
+                wishes = {self.program.plan.outputs.get(known) for known in below if isinstance(originals[known], IRValue)}
+                if not in_training or wishes != {"eval"}:
+                    raise InternalError(f"output {path!r} is left out")
             if not isinstance(value, IRValue):
                 continue
             original, wish = originals[path], self.program.plan.outputs.get(path, "whole")
             assert isinstance(original, IRValue)
             whole = wish if isinstance(wish, Layout) else Layout.whole(original.shape)
             self.require(value, original, self.held[value.name] if wish == "sharded" else whole, f"output {path!r}")
+
+    def check_updates(self) -> None:
+        """Buffers get values laid out as they are."""
         stored = {declaration.value.name: declaration.layout for declaration in self.program.declarations}
         graph_updates = {before.name: after for before, after in self.program.graph.buffer_updates}
         for before, after in self.program.buffer_updates:

@@ -236,9 +236,8 @@ def _last_reads(program: Program, stretches: list[Stretch], updates: Mapping[int
             for value in reads(instruction):
                 last[value.name] = position
     end = len(stretches)
-    for _, value in program.output.leaves():
-        if isinstance(value, IRValue):
-            last[value.name] = end
+    for value in (*program.results(), *(value for instruction in program.tail for value in reads(instruction))):
+        last[value.name] = end
     done_inside = {before.name for pairs in updates.values() for before, _ in pairs}
     for before, after in program.buffer_updates:
         if before.name not in done_inside:

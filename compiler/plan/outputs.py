@@ -10,22 +10,27 @@ from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError, did_you_mean
 from shardwright.runtime.layout import Layout
 
+Wishes = dict[str, Layout | str | None]
+"""By output path: a layout, ``"whole"``, ``"sharded"``, ``"eval"`` (left out of training steps), ``None`` (not needed)."""
 
-def output_wishes(graph: IRGraph, config: ComputeConfig) -> dict[str, Layout | str | None]:
-    """``config.outputs`` as wishes by output path: ``None`` for what is not needed. They are the same for a graph from which
-    that has been left out.
+
+def output_wishes(graph: IRGraph, config: ComputeConfig) -> Wishes:
+    """``config.outputs`` as wishes. They are the same for a graph from which what is not needed has been left out.
 
     Raises:
         PlanError: it names an output that the model does not return.
     """
     leaves = [(path, value) for path, value in graph.output.leaves() if value is None or isinstance(value, IRValue)]
     paths = [path for path, value in leaves if value is not None]
+    if config.outputs == "auto":
+        lone = config.plan_ngpus == 1 or config.inference_only or _trained_loss(graph) is None
+        return {} if lone else {path: "eval" for path in paths if path != _trained_loss(graph)}
     if config.outputs == "all":
         return {}
     if config.outputs == "loss":
         return {path: None for path, _ in leaves if path != _loss_of(paths)}
     assert not isinstance(config.outputs, str)
-    wishes: dict[str, Layout | str | None] = {p: None if wish == "drop" else wish for p, wish in config.outputs.items()}
+    wishes: Wishes = {p: None if wish == "drop" else wish for p, wish in config.outputs.items()}
     unknown = sorted(path for path, wish in wishes.items() if path not in paths and (path, wish) not in leaves)
     if unknown:
         what = f"ComputeConfig.outputs names {unknown[0]!r}, which the model does not return"
@@ -33,13 +38,32 @@ def output_wishes(graph: IRGraph, config: ComputeConfig) -> dict[str, Layout | s
     return wishes
 
 
+def training_wishes(graph: IRGraph, config: ComputeConfig) -> Wishes:
+    """The wishes for a training step, which is what plans are priced for: what it leaves out is not needed."""
+    return {path: None if wish == "eval" else wish for path, wish in output_wishes(graph, config).items()}
+
+
+def settled_wishes(graph: IRGraph, config: ComputeConfig, planned: Wishes) -> Wishes:
+    """The wishes of a config, and those of a plan, which come first. A plan is made for training steps, so that it does not
+    need what these leave out; and what another config has left out counts for no config that asks for all.
+    """
+    asked = output_wishes(graph, config)
+    kept = {path: wish for path, wish in planned.items() if wish != "eval" and not (wish is None and asked.get(path) == "eval")}
+    return {**asked, **kept}
+
+
+def _trained_loss(graph: IRGraph) -> str | None:
+    """The path of the loss, a scalar with a gradient, of a model that returns other tensors too."""
+    values = {path: value for path, value in graph.output.leaves() if isinstance(value, IRValue)}
+    if len(values) < 2:
+        return None
+    path = _loss_of(list(values))
+    return path if not values[path].shape and values[path].requires_grad else None
+
+
 def returns_more_than_loss(graph: IRGraph, config: ComputeConfig) -> bool:
     """Whether all outputs are asked for, of a model that returns a loss, which is a number to be trained, and other tensors."""
-    values = {path: value for path, value in graph.output.leaves() if isinstance(value, IRValue)}
-    if config.outputs != "all" or len(values) < 2:
-        return False
-    loss = values[_loss_of(list(values))]
-    return not loss.shape and loss.requires_grad
+    return config.outputs == "all" and _trained_loss(graph) is not None
 
 
 def _loss_of(paths: Sequence[str]) -> str:

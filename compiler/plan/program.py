@@ -61,7 +61,11 @@ class Declaration:
 
 @dataclass(frozen=True)
 class Program:
-    """``body`` in order; ``output`` is the result structure over the program's values; ``input_layouts`` by value name."""
+    """``body`` in order; ``output`` is the result structure over the program's values; ``input_layouts`` by value name.
+
+    Outputs may be left out of training steps. Then ``output`` has :class:`LeftOut` in their places, ``tail`` is what makes
+    them after the body, and ``whole_output`` the result with all of them. A step of training runs the body alone.
+    """
 
     graph: IRGraph
     plan: Plan
@@ -71,10 +75,22 @@ class Program:
     output: Tree
     buffer_updates: tuple[tuple[IRValue, IRValue], ...] = ()
     eval_program: Program | None = None
+    tail: tuple[Instruction, ...] = ()
+    whole_output: Tree | None = None
+
+    @property
+    def instructions(self) -> tuple[Instruction, ...]:
+        """The body and the tail."""
+        return (*self.body, *self.tail)
+
+    def results(self) -> list[IRValue]:
+        """The values that a call returns, in training or else."""
+        trees = [self.output] if self.whole_output is None else [self.output, self.whole_output]
+        return [value for tree in trees for _, value in tree.leaves() if isinstance(value, IRValue)]
 
     def adapters(self) -> list[Adapt]:
         """The adapters among the instructions, in order."""
-        return [step for step in self.body if isinstance(step, Adapt)]
+        return [step for step in self.instructions if isinstance(step, Adapt)]
 
     @functools.cached_property
     def joined_axes(self) -> tuple[tuple[str, ...], ...]:

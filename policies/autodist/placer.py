@@ -11,7 +11,7 @@ from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.plan.amounts import amount
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.named import split_dim_names
-from shardwright.compiler.plan.outputs import output_wishes
+from shardwright.compiler.plan.outputs import training_wishes
 from shardwright.compiler.plan.plan import Plan
 from shardwright.policies.autodist.candidates import named
 from shardwright.policies.autodist.clock import Clock
@@ -78,7 +78,7 @@ class Placer:
             time_limit_s=max(1.0, min(self._clock.left_s / 2, limit_s)),
             target_gap=TARGET_GAP if coarse else 0.0,
             microbatches=wish.num_microbatches,
-            outputs=output_wishes(self.graph, self.config),
+            outputs=training_wishes(self.graph, self.config),
             recompute=wish.recompute,
             in_flight=wish.in_flight,
             times=self.times,

@@ -17,7 +17,7 @@ from shardwright.compiler.ir.value import ValueKind
 from shardwright.compiler.passes.lower import lower
 from shardwright.compiler.passes.stages import from_nothing
 from shardwright.compiler.plan.builder import PlannableGraph
-from shardwright.compiler.plan.outputs import output_wishes
+from shardwright.compiler.plan.outputs import training_wishes
 from shardwright.compiler.plan.program import Compute, Declaration, Instruction
 from shardwright.compiler.plan.zero import units_of_storage
 from shardwright.policies.autodist.candidates import position_ranks
@@ -39,7 +39,7 @@ class Scout:
         builder = graph.builder(mesh={BATCH: 2, INNER: 2})
         split_dims(builder, BATCH, batch_classes(graph))
         split_dims(builder, INNER, choose_dims(graph, 2))
-        plan = replace(builder.plan("scout"), zero=units_of_storage(config), outputs=output_wishes(graph, config))
+        plan = replace(builder.plan("scout"), zero=units_of_storage(config), outputs=training_wishes(graph, config))
         self._program = lower(graph, plan)
         self._instructions: list[tuple[Instruction, int]] = self._alike_instructions()
         self._parameters: list[tuple[Declaration, int]] = self._alike_parameters()

@@ -23,7 +23,7 @@ from shardwright.compiler.passes.outputs import needed
 from shardwright.compiler.passes.stages import from_nothing
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.named import split_dim_names
-from shardwright.compiler.plan.outputs import output_wishes
+from shardwright.compiler.plan.outputs import training_wishes
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.zero import units_of_storage
 from shardwright.compiler.schedule.generate import SCHEDULES, generate
@@ -99,7 +99,7 @@ def simple_plans(
         placement = _placement(graph, way, space.constraints(mesh))
         if placement is None:
             continue
-        plan = replace(placement, zero=units_of_storage(config), outputs=output_wishes(graph, config), recompute=recompute)
+        plan = replace(placement, zero=units_of_storage(config), outputs=training_wishes(graph, config), recompute=recompute)
         walk = Walk(lower(marked, plan), setting)
         times = list(operator_times(walk).values())
         if SIMPLE_SLACK * _even_s(times, num_positions, setting) >= below_s:

@@ -43,6 +43,7 @@ from shardwright.runtime.config import CHECK_RANKS_EVERY
 from shardwright.runtime.errors import DistributedError, InputError, UsageError, format_error
 from shardwright.runtime.gathered_weights import WeightGathering
 from shardwright.runtime.layout import ZERO, Cut, Layout
+from shardwright.runtime.left_out import LeftOut
 from shardwright.runtime.module.call_checks import (
     DeclaredParameter,
     StepsWithoutSums,
@@ -340,6 +341,15 @@ class ParallelModule(CompiledModule):
     ) -> Tensor:
         """A parameter whole along ``axis``, for a moment: see :mod:`shardwright.runtime.gathered_weights`."""
         return self._gathering.gathered(weight, axis, dim, cut, backward)
+
+    @property
+    def trains(self) -> bool:
+        """Whether a call is part of a training step: outputs that such a step leaves out are not made whole."""
+        return self.training and torch.is_grad_enabled()
+
+    def left_out(self, path: str) -> LeftOut:
+        """What stands in a result for an output that a training step leaves out."""
+        return LeftOut(type(self).__name__, path)
 
     def weights(self, path: str) -> Any:
         """The parameter, buffer, constant or scope at a path of original names, whatever else the name may mean here."""

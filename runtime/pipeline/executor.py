@@ -145,7 +145,7 @@ class Executor:
             values = self._runner.run_stage(action.stage, microbatch, arguments)
         assert len(values) == len(segment.sends) + len(segment.outputs), f"stage {action.stage} returns {len(values)} values"
         sent = list(zip(segment.sends, values, strict=False))
-        outputs = dict(zip(segment.outputs, values[len(sent) :], strict=True))
+        outputs = {path: x for path, x in zip(segment.outputs, values[len(sent) :], strict=True) if x is not None}
         # In the order of the channel.
         for transfer, x in sorted(sent, key=lambda item: (item[0].stage, item[0].name)):
             self._exchange.send(action, transfer, x)

@@ -86,7 +86,8 @@ class PipelineModule(ParallelModule):
 
     Where the model runs other operators in evaluation, there are ``segments_eval``, ``output_stages_eval``, and methods
     ``stage<number>_eval`` and ``output_eval`` besides. Where sizes vary between samples, ``sizes`` names them, and the
-    methods ``layouts`` and ``output_shapes`` tell what depends on them.
+    methods ``layouts`` and ``output_shapes`` tell what depends on them. ``left_out_of_training``: the results, by path, that a
+    training step neither makes whole nor delivers.
 
     ``in_flight``: how many microbatches held activations in the last step.
 
@@ -101,6 +102,7 @@ class PipelineModule(ParallelModule):
     output_stages: ClassVar[Mapping[str, tuple[int, tuple[int, ...] | None, torch.dtype]]]
     segments_eval: ClassVar[Mapping[int, Segment] | None] = None
     output_stages_eval: ClassVar[Mapping[str, tuple[int, tuple[int, ...] | None, torch.dtype]]] = {}
+    left_out_of_training: ClassVar[tuple[str, ...]] = ()
     sizes: ClassVar[tuple[str, ...]] = ()
     owned: ClassVar[Mapping[str, Mapping[int, str]]] = {}
     end2end: ClassVar[bool] = True
@@ -132,6 +134,7 @@ class PipelineModule(ParallelModule):
         self.in_flight = InFlight(list(self.segments))
         self._running = min(self.segments)
         self._base_microbatch = 0
+        self._trains = False
         self._bodies = tuple(self._made_body(ending) for ending in ("", "_eval")[: 1 + (self.segments_eval is not None)])
         self._body = self._bodies[0]
         self._sizes = []
@@ -264,7 +267,13 @@ class PipelineModule(ParallelModule):
         self._copies.fetch_values(self.weights, self._messages, self._to_world)
         self._has_stale_copies = False
 
+    @property
+    def trains(self) -> bool:
+        """See :attr:`ParallelModule.trains`."""
+        return self._trains
+
     def _run(self, mode: str, step: Step) -> list[Any]:
+        self._trains = mode == "train" and self.training
         if self._has_stale_copies:  # trained by other means than an optimizer of build_optimizer
             self.refresh_copies()
         actions = {
@@ -279,7 +288,8 @@ class PipelineModule(ParallelModule):
         made = executor.run(step)
         self.rng.microbatch = self._base_microbatch + (len(step.samples) if self.training else 0)
         output = getattr(self, f"output{self._body.ending}")
-        return [output(_Result(leaves)) for leaves in self._delivered(made)]
+        left_out = {path: self.left_out(path) for path in self.left_out_of_training if self.trains}
+        return [output(_Result(leaves | left_out)) for leaves in self._delivered(made)]
 
     def _choose_body(self) -> None:
         """From now on run what the model does in the mode that it is in."""
@@ -318,8 +328,11 @@ class PipelineModule(ParallelModule):
         """All outputs on all ranks of the unit, from the first rank of the stage that makes each, taken out of ``made``."""
         if self.mesh.size == 1:
             return list(made)
-        delivered = [{path: x for path, x in leaves.items() if path not in self._body.output_stages} for leaves in made]
+        everywhere = self._body.output_stages
+        delivered: list[Leaves] = [{path: x for path, x in leaves.items() if path not in everywhere} for leaves in made]
         for path, (stage, _, dtype) in self._body.output_stages.items():
+            if self.trains and path in self.left_out_of_training:
+                continue
             source = self.stages[stage].ranks[0]
             shapes = [self._body.shapes(sizes)[path] for sizes in self._sizes]
             lengths = [math.prod(shape) for shape in shapes]
@@ -418,7 +431,7 @@ class PipelineModule(ParallelModule):
         )
 
 
-class _Result(dict[str, Tensor]):
+class _Result(dict[str, Any]):
     """Leaves of a result; those that were not asked for are ``None``."""
 
     def __missing__(self, path: str) -> None:

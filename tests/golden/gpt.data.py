@@ -90,6 +90,8 @@ class GPT(ParallelModule):
         # [] P(dp)  tiny_gpt.py:55
         cross_entropy_1 = cross_entropy(flatten_1, flatten_2, row_axes=(dp,), num_classes=30, count=32)
         cross_entropy_dp_sum = all_reduce(cross_entropy_1, dp)  # dp: P -> R
+        if self.trains:
+            return (cross_entropy_dp_sum, self.left_out("1"))  # a training step: see ComputeConfig.outputs
         head_dp_whole = all_gather(head, dp, dim=0, backward="slice")  # dp: S(0) -> R
         return (cross_entropy_dp_sum, head_dp_whole)
 

@@ -57,6 +57,7 @@ class GPT(PipelineModule):
         "0": (1, (), torch.float32),
         "1": (1, (4, 8, 30), torch.float32),
     }
+    left_out_of_training = ("1",)
     shared = {
         "token.weight": (0, 1),
     }
@@ -121,6 +122,8 @@ class GPT(PipelineModule):
         flatten_1 = head.flatten(end_dim=1)  # [batch * seq, vocab]  tiny_gpt.py:55
         flatten_2 = labels.flatten()  # [batch * seq]  tiny_gpt.py:55
         cross_entropy = F.cross_entropy(flatten_1, flatten_2)  # []  tiny_gpt.py:55
+        if self.trains:
+            return (cross_entropy, None)  # a training step: see ComputeConfig.outputs
         return (cross_entropy, head)
 
     def output(self, leaves):

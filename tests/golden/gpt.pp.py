@@ -57,6 +57,7 @@ class GPT(PipelineModule):
         "0": (1, (), torch.float32),
         "1": (1, (4, 8, 30), torch.float32),
     }
+    left_out_of_training = ("1",)
     shared = {
         "token.weight": (0, 1),
     }

@@ -89,6 +89,8 @@ class GPT(ParallelModule):
         flatten_2 = labels.flatten()  # [batch * seq]  tiny_gpt.py:55
         # []  tiny_gpt.py:55
         cross_entropy_1 = cross_entropy(flatten_1, flatten_2, class_axes=(tp,), start=tp.offset(30), num_classes=30, count=32)
+        if self.trains:
+            return (cross_entropy_1, self.left_out("1"))  # a training step: see ComputeConfig.outputs
         head_tp_whole = all_gather(head, tp, dim=2, backward="slice")  # tp: S(2) -> R
         return (cross_entropy_1, head_tp_whole)
 

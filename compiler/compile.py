@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import unicodedata
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwright.compiler.codegen.emit import Origin, class_name, emit
 from shardwright.compiler.codegen.emit_pipeline import emit_pipeline
+from shardwright.compiler.cost.work_share import WorkShare, work_share
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.printer import print_graph
 from shardwright.compiler.ir.value import IRValue
@@ -35,7 +37,7 @@ from shardwright.compiler.plan.program import Declaration, Program
 from shardwright.compiler.plan.zero import settled_config, units_of_storage
 from shardwright.compiler.schedule.planned import inference_like
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import PlanError
+from shardwright.runtime.errors import PlanError, on_lines
 from shardwright.runtime.layout import ZERO
 
 PolicyFunction = Callable[[Any, ComputeConfig], Any]
@@ -44,13 +46,14 @@ PolicyFunction = Callable[[Any, ComputeConfig], Any]
 @dataclass(frozen=True)
 class Compiled:
     """What a compile makes. ``files``: ``gencode<rank>.py`` for every plan rank, and ``plan.json``. ``config``: what it was
-    asked for, with what that leaves to the plan.
+    asked for, with what that leaves to the plan. ``work``: which part of one device's arithmetic each of several ranks does.
     """
 
     program: Program | PipelineProgram
     files: dict[str, str]
     config: ComputeConfig
     report: CompileReport = field(default_factory=CompileReport)
+    work: WorkShare | None = None
 
     @property
     def plan(self) -> Plan:
@@ -133,11 +136,24 @@ def compile_graph(
         program = manager.run(FunctionPass("lower", lambda g: lower_stages(g, plan)), planned)
     else:
         program = manager.run(FunctionPass("lower", lambda g: lower(g, plan)), planned)
+    work = work_share(program) if config.plan_ngpus > 1 else None
+    if work is not None and work.is_uneven:
+        warn_of_work(graph.name, work)
     with manager.measure("emit"):
         origin = Origin(version, graph.name, plan.policy, digest, unproved(graph))
         files = _emit(program, origin, config)
         files["plan.json"] = plan.dumps()
-    return Compiled(program, files, config, manager.report)
+    return Compiled(program, files, config, manager.report, work)
+
+
+def warn_of_work(name: str, work: WorkShare) -> None:
+    """Say that ranks do much more than their part, and where."""
+    warnings.warn(
+        f"each rank of {name} does much more than its part: {work}\n"
+        f"  why:   {on_lines(work.reasons)}\n"
+        "  try:   another policy or mesh; `shardwright inspect` says why operators are not split",
+        stacklevel=3,
+    )
 
 
 def _emit(program: Program | PipelineProgram, origin: Origin, config: ComputeConfig) -> dict[str, str]:

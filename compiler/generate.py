@@ -195,6 +195,7 @@ def _manifest(compiled: Compiled, request: Request) -> Manifest:
         request=request.to_json(),
         use_order=tuple(value.fqn or value.name for value in compiled.program.graph.used_parameters),
         zero_stage=plan.zero_stage if request.config.leaves_zero_to_plan else None,
+        work=None if compiled.work is None else compiled.work.to_json(),
     )
 
 

@@ -28,7 +28,7 @@ from numbers import Integral, Real
 from pathlib import Path, PurePath
 from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin
 
-from shardwright.runtime.errors import ArgumentError, ShardwrightError, brief
+from shardwright.runtime.errors import ArgumentError, ShardwrightError, brief, brief_text
 
 Checked = TypeVar("Checked", bound=Callable[..., Any])
 CheckedClass = TypeVar("CheckedClass", bound=type[Any])
@@ -324,9 +324,18 @@ def _check_bound(function: Callable[..., Any], args: Any, kwargs: Any, error: Ex
     if isinstance(error, ArgumentError):
         return
     try:
-        inspect.signature(function).bind(*args, **kwargs)
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
     except TypeError as reason:
         raise ArgumentError(f"{_title(function)}: {reason}", hint=_usage(function)) from None
+    for name, value in given.items():
+        called = getattr(value, "__qualname__", None)
+        # Python says of a call with other arguments than a function has which function it was.
+        if callable(value) and called and brief_text(error).startswith((f"{called}()", f"{called}.__init__()")):
+            raise ArgumentError(
+                f"{_title(function)}: argument {name!r} is a function that cannot be called as it is called here",
+                why=brief_text(error),
+                hint=_usage(function),
+            ) from error
 
 
 def _check_nesting(function: Callable[..., Any], args: Any, kwargs: Any) -> None:

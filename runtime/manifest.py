@@ -39,7 +39,8 @@ class Manifest:
     ``tensors``: parameters, buffers and constants by name, in the order of the original ``named_parameters()``.
     ``use_order``: the parameters in the order in which forward first uses them; backward reaches them in the reverse one.
     ``request``: the config and whatever else the compiler needs to recognise its own work, as JSON. ``zero_stage``: of ZeRO,
-    where the config leaves it to the plan.
+    where the config leaves it to the plan. ``work``: which part of one device's arithmetic each rank does, as the compiler
+    has found it.
     """
 
     key: str
@@ -51,6 +52,7 @@ class Manifest:
     request: Mapping[str, Any] = field(default_factory=dict)
     use_order: tuple[str, ...] = ()
     zero_stage: int | None = None
+    work: Mapping[str, Any] | None = None
     format_version: int = FORMAT_VERSION
     shardwright_version: str = __version__
     torch_version: str = field(default_factory=lambda: str(torch.__version__))
@@ -82,6 +84,7 @@ class Manifest:
             "tensors": {name: declaration.to_json() for name, declaration in self.tensors.items()},
             "use_order": list(self.use_order),
             **({"zero_stage": self.zero_stage} if self.zero_stage is not None else {}),
+            **({"work": dict(self.work)} if self.work is not None else {}),
             "request": dict(self.request),
         }
 
@@ -98,6 +101,7 @@ class Manifest:
             request=dict(data["request"]),
             use_order=tuple(data.get("use_order", ())),
             zero_stage=data.get("zero_stage"),
+            work=data.get("work"),
             format_version=data["format_version"],
             shardwright_version=data["shardwright_version"],
             torch_version=data["torch_version"],

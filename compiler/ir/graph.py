@@ -12,6 +12,8 @@ import torch
 from shardwright.compiler.ir.dims import ModelDims
 from shardwright.compiler.ir.op import Arg, IROp
 from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.runtime.arguments import checked_late
+from shardwright.runtime.errors import PlanError, brief, did_you_mean
 from shardwright.runtime.structure import join
 
 
@@ -111,9 +113,13 @@ class IRGraph:
         read = (value for op in self.ops for value in op.operands if value.kind is ValueKind.PARAMETER)
         return tuple({value.name: value for value in read}.values())
 
+    @checked_late
     def op(self, name: str) -> IROp:
         """The operator of that name."""
-        return next(op for op in self.ops if op.name == name)
+        for op in self.ops:
+            if op.name == name:
+                return op
+        raise PlanError(f"the graph has no operator {brief(name)}", hint=did_you_mean(name, [op.name for op in self.ops][:50]))
 
     def producers(self) -> dict[str, tuple[IROp, int]]:
         """Value name to the operator that makes it, and which of its results it is."""

@@ -14,6 +14,8 @@ from typing import Any
 
 from shardwright.compiler.ops.strategy import Assignment
 from shardwright.compiler.plan.amounts import amount
+from shardwright.runtime.arguments import checked
+from shardwright.runtime.errors import PlanError, malformed
 from shardwright.runtime.layout import Layout, Mesh
 
 PLAN_FORMAT = 1
@@ -186,31 +188,33 @@ class Plan:
         }
 
     @classmethod
+    @checked
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
         """The reverse of :meth:`to_json`."""
 
         def layout(item: str | None) -> Layout | str | None:
             return Layout.parse(item) if isinstance(item, str) and item.startswith("[") else item
 
-        return cls(
-            Mesh(tuple(data["mesh"].items())),
-            data["strategies"],
-            {fqn: Layout.parse(text) for fqn, text in data["stored"].items()},
-            {name: Layout.parse(text) for name, text in data["inputs"].items()},
-            {path: layout(item) for path, item in data["outputs"].items()},
-            data["policy"],
-            tuple(Note(**note) for note in data["notes"]),
-            tuple(StagePlan.from_json(stage) for stage in data.get("stages", ())),
-            data.get("schedule", ""),
-            data.get("num_microbatches", 1),
-            tuple(data.get("actions", ())),
-            tuple(data.get("recompute", ())),
-            data.get("dims", {}),
-            Certificate.from_json(data["certificate"]) if "certificate" in data else None,
-            data.get("zero", 0),
-            data.get("zero_stage"),
-            Batch(**data["batch"]) if "batch" in data else None,
-        )
+        with malformed(PlanError, "this is no plan", hint="compare it with the plan.json of a compile"):
+            return cls(
+                Mesh(tuple(data["mesh"].items())),
+                data["strategies"],
+                {fqn: Layout.parse(text) for fqn, text in data["stored"].items()},
+                {name: Layout.parse(text) for name, text in data["inputs"].items()},
+                {path: layout(item) for path, item in data["outputs"].items()},
+                data["policy"],
+                tuple(Note(**note) for note in data["notes"]),
+                tuple(StagePlan.from_json(stage) for stage in data.get("stages", ())),
+                data.get("schedule", ""),
+                data.get("num_microbatches", 1),
+                tuple(data.get("actions", ())),
+                tuple(data.get("recompute", ())),
+                data.get("dims", {}),
+                Certificate.from_json(data["certificate"]) if "certificate" in data else None,
+                data.get("zero", 0),
+                data.get("zero_stage"),
+                Batch(**data["batch"]) if "batch" in data else None,
+            )
 
     def dumps(self) -> str:
         """The text of a plan file."""

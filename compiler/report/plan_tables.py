@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from shardwright.compiler.cost.work_share import WorkShare
 from shardwright.compiler.ops.strategy import split_factor
 from shardwright.compiler.plan.plan import Note, Plan
 
@@ -45,10 +46,17 @@ def header(directory: Path, manifest: Manifest, plan: Plan) -> RenderableType:
         ),
         *([("batch", f"{plan.batch} samples in a unit")] if plan.batch is not None else []),
         *([("zero", ", ".join(zero))] if zero else []),
+        *([("work", _work_in_words(manifest.work))] if manifest.work is not None else []),
         ("made by", f"shardwright {manifest.shardwright_version}, torch {manifest.torch_version}"),
         ("files", str(directory)),
     ]
     return Text("\n".join(f"{name:<8} {value}" for name, value in lines))
+
+
+def _work_in_words(data: Mapping[str, Any]) -> str:
+    """What each rank does of one device's arithmetic; and where it is much more than its part, what is not divided."""
+    work = WorkShare.from_json(data)
+    return "\n         ".join([str(work), *(work.reasons if work.is_uneven else [])])
 
 
 def stages_in_words(plan: Plan) -> str:

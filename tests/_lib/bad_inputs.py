@@ -219,15 +219,26 @@ def _text_of(error: Exception) -> str:
         return "without text"
 
 
-def try_all(targets: Sequence[Target], values: Mapping[str, Callable[[], Any]], share: float = 1.0) -> Counts:
-    """Try the values on every argument; with ``share`` below 1 a random part of all calls, the same each time."""
+def try_all(
+    targets: Sequence[Target],
+    values: Mapping[str, Callable[[], Any]],
+    share: float = 1.0,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Counts:
+    """Try the values on every argument; with ``share`` below 1 a random part of all calls, the same each time. ``tell`` gets
+    each failure when it is there, and the names of the targets.
+    """
     counts, dice = Counts(), random.Random(0)
     for target in targets:
+        start, known = time.monotonic(), len(counts.troubles)
         target.function(**target.good())  # must work, or nothing is told by what follows
         for argument, value in calls_of(target, values):
             if dice.random() <= share:
                 given = {**target.good(), argument: values[value]()} if argument else None
                 attempt(counts, target, argument or "<other arguments>", value, _call(target, given, value))
+        for trouble in counts.troubles[known:]:
+            tell(str(trouble))
+        tell(f"# {target.name}: {len(counts.troubles) - known} defects, {time.monotonic() - start:.1f} s")
     return counts
 
 

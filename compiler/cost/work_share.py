@@ -1,0 +1,124 @@
+"""Which part of one device's arithmetic each rank of a plan does, and which operators no plan axis divides.
+
+An even plan for 4 ranks has a share of 0.25. Where an attention of half the work is computed whole on all 4 ranks, and the rest
+is divided, each rank does 0.5 + 0.5 / 4 = 0.625 of what one device does. Counted are products (of matrices, convolutions,
+attention), forward and backward, in every operator once: recomputation does not count. Ranks that divide a dim unevenly count
+with their mean.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwright.compiler.cost.arithmetic import arithmetic_s
+from shardwright.compiler.cost.device import Device
+from shardwright.compiler.cost.local import local_call
+from shardwright.compiler.ir.op import IROp
+from shardwright.compiler.ops.strategy import Assignment
+from shardwright.compiler.plan.pipeline import PipelineProgram
+from shardwright.compiler.plan.program import Adapt, Program
+from shardwright.runtime.layout import Mesh
+
+UNEVEN = 1.3
+"""So many times the even share is said."""
+
+MOST_LISTED = 3
+
+_DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+_COUNTING = Device("counter", 1, dict.fromkeys(_DTYPES, 1.0), 1.0, 0.0)
+"""One operation a second: its seconds are operations."""
+
+
+@dataclass(frozen=True)
+class WorkShare:
+    """``share``: of one device's arithmetic, what each of ``num_ranks`` ranks does on average. ``whole``: what causes more than
+    an even share, by module path (layers that are alike together) and operator: the part of one device's arithmetic that it
+    is. ``experts``: experts of a mixture are among them.
+    """
+
+    num_ranks: int
+    share: float
+    whole: tuple[tuple[str, float], ...] = ()
+    experts: bool = False
+
+    @property
+    def is_uneven(self) -> bool:
+        return self.share > UNEVEN / self.num_ranks
+
+    def __str__(self) -> str:
+        """For people, in a few words: ``0.62 of the arithmetic of one device on each of 4 ranks, 0.25 would be even``."""
+        return (
+            f"{self.share:.2g} of the arithmetic of one device on each of {self.num_ranks} ranks, "
+            f"{1 / self.num_ranks:.2g} would be even"
+        )
+
+    @property
+    def reasons(self) -> list[str]:
+        """What is not divided, a line each."""
+        lines = [f"{where}: {share:.0%} of one device's, on every rank" for where, share in self.whole[:MOST_LISTED]]
+        return lines + (["every rank computes all experts for all tokens"] if self.experts else [])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "num_ranks": self.num_ranks,
+            "share": self.share,
+            "whole": [list(item) for item in self.whole],
+            "experts": self.experts,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> WorkShare:
+        whole = tuple((str(where), float(share)) for where, share in data["whole"])
+        return cls(int(data["num_ranks"]), float(data["share"]), whole, bool(data["experts"]))
+
+
+def work_share(program: Program | PipelineProgram) -> WorkShare | None:
+    """The share of each rank; ``None`` for a model without products."""
+    programs = program.programs if isinstance(program, PipelineProgram) else (program,)
+    num_ranks = program.plan.mesh.size
+    one = total = 0.0  # on one device; of all ranks together
+    excess: dict[str, float] = {}
+    for stage in programs:
+        mesh = stage.plan.mesh
+        for op, assignment in _calls(stage):
+            operations = _operations(op, {}, mesh)
+            if not operations:
+                continue
+            copies = mesh.size / _num_pieces(op, assignment, mesh, operations)
+            one, total = one + operations, total + copies * operations
+            if copies > UNEVEN:
+                where = f"{_alike(op.module_path)} ({op.target})"
+                excess[where] = excess.get(where, 0.0) + operations
+    if not one:
+        return None
+    ordered = sorted(excess.items(), key=lambda item: (-item[1], item[0]))
+    whole = tuple((where, operations / one) for where, operations in ordered)
+    experts = any("expert" in where.lower() for where, share in whole[:MOST_LISTED])
+    return WorkShare(num_ranks, total / one / num_ranks, whole, experts)
+
+
+def _calls(program: Program) -> Iterable[tuple[IROp, Assignment]]:
+    return ((step.original, step.assignment) for step in program.body if not isinstance(step, Adapt))
+
+
+def _operations(op: IROp, assignment: Assignment, mesh: Mesh) -> float:
+    """Of the rank with the largest pieces, forward and backward."""
+    call = local_call(op, assignment, mesh)
+    return sum(arithmetic_s(call, call.differentiated, _COUNTING))
+
+
+def _num_pieces(op: IROp, assignment: Assignment, mesh: Mesh, operations: float) -> int:
+    """Into how many parts the axes divide the products of an operator."""
+    pieces = 1
+    for axis, strategy in assignment.items():
+        if _operations(op, {axis: strategy}, mesh) < operations:
+            pieces *= mesh.axis_size(axis)
+    return pieces
+
+
+def _alike(module_path: str) -> str:
+    """``model.layers.3.mlp`` -> ``model.layers.*.mlp``."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module_path) or "top-level forward"

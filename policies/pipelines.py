@@ -61,7 +61,7 @@ def hardware_files(hardware: str) -> list[Path]:
 
 def add_stages(graph: PlannableGraph, config: ComputeConfig, plan: Plan, options: PipelineOptions, num_positions: int) -> Plan:
     """The plan cut into stages along the ``pp`` axis of its mesh, at operators that are needed."""
-    graph = needed(graph, config)
+    graph = PlannableGraph.of(needed(graph, config))
     schedule = _schedule(options, num_positions)
     chunks = len(schedule.placement) // num_positions
     num_stages = schedule.num_stages

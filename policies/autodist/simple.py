@@ -179,7 +179,7 @@ class Rules:
     @cached_property
     def needed(self) -> PlannableGraph:
         """The graph of what programs compute."""
-        return needed(self.graph, self._config)
+        return PlannableGraph.of(needed(self.graph, self._config))
 
     @cached_property
     def _counted(self) -> Sequence[IROp | None]:

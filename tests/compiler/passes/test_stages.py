@@ -10,7 +10,7 @@ from shardwright.compiler.passes.recompute import mark_recompute
 from shardwright.compiler.passes.stages import from_nothing, split_stages, stage_of_ops
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan, StagePlan
-from shardwright.policies.partition import starts_at
+from shardwright.policies.places import starts_at
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.layout import Mesh
 

@@ -15,12 +15,13 @@ import pytest
 import zoo
 
 from shardwright.compiler.cost.hardware import load_hardware
+from shardwright.compiler.cost.plan_cost import PlanCost
 from shardwright.compiler.plan.builder import PlannableGraph
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.verification.verify import verify
 from shardwright.policies.autodist import cutting
 from shardwright.policies.autodist import search as outer_search
-from shardwright.policies.autodist.auditing import Audits, is_same
+from shardwright.policies.autodist.auditing import Auditor, Audits, is_same
 from shardwright.policies.autodist.candidates import divisors, meshes, named, paces, renamed
 from shardwright.policies.autodist.clock import Clock
 from shardwright.policies.autodist.found import Candidate, Found
@@ -296,6 +297,23 @@ def test_a_search_without_an_answer_says_that_time_was_over() -> None:
     assert what == "no plan for 4 ranks was found before the time limit of 0 s ended the search, after 3 s"
     assert "of what was audited is" in why[0] and "         x=4: it needs 228.3 kB on a device, and 1 B are allowed" in why
     assert hint == "  try:   a longer time_limit_s, or less to search: mesh, num_stages or schedule given"
+
+
+def test_a_candidate_without_a_program_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search goes on with the others, and says why."""
+    audited = Auditor.__call__
+
+    def no_pipelines(auditor: Auditor, plan: Plan) -> PlanCost:
+        if plan.stages:
+            raise PlanError("buffer mean is updated in stage 0 and used in stages 0, 1", why="microbatches")
+        return audited(auditor, plan)
+
+    monkeypatch.setattr(Auditor, "__call__", no_pipelines)
+    found = search(simple=True)
+    assert found.best is not None and not found.best.plan.stages
+    words = "buffer mean is updated in stage 0 and used in stages 0, 1: microbatches"
+    titles = [title for title, why in found.refused.items() if why == words]
+    assert any(title.endswith("as a simple policy has it") for title in titles) and len(titles) > 1
 
 
 def test_of_plans_with_one_title_the_refusal_names_what_needs_least() -> None:

@@ -86,6 +86,14 @@ def test_stages_and_sizes_are_searched_exactly(limit_bytes: float) -> None:
     assert "searched one by one: microbatches of 1, 2, 4 and 8 samples, stages 0, 1, 2 and 3 of ZeRO" in plan.certificate.proof
 
 
+def test_a_limit_of_no_time_at_all_is_one() -> None:
+    """What the first of several searches leave of a limit may be nothing."""
+    found = searched("mlp", config_of(1, 4, time_limit_s=0.0))
+    assert found.plan.certificate is not None and found.plan.zero_stage is not None
+    with pytest.raises(PlanError, match="no plan for 1 ranks"):
+        searched("mlp", config_of(1, 4, time_limit_s=0.0, memory_limit_gb=1e-9))
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_certificate_states_the_audited_cost_of_every_stage(stage: int) -> None:
     config = config_of(2, 2, zero=[stage], global_batch=12, microbatch=[2])

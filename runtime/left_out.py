@@ -60,4 +60,4 @@ _OPERATORS = (
 )
 for _name in _OPERATORS:
     setattr(LeftOut, f"__{_name}__", _refusing())
-LeftOut.__hash__ = object.__hash__  # type: ignore[method-assign, assignment]
+LeftOut.__hash__ = object.__hash__  # type: ignore[method-assign]

@@ -29,6 +29,8 @@ from shardwright.compiler.ops.rule import OpRule
 _LIBRARIES = {"torch", "numpy", "shardwright", *sys.stdlib_module_names}
 """Packages whose functions are known by name: other versions of them change other parts of the digests."""
 
+_WRAPPERS = (functools.partial, CustomOpDef, MethodType, staticmethod, classmethod, property)
+
 _MOST_OBJECTS = 2000
 """How many functions and values a digest looks at: a bound for functions that reach into large packages."""
 
@@ -169,8 +171,7 @@ def _is_filled(cell: Any) -> bool:
 
 def _is_of_library(value: Any) -> bool:
     """Whether a function, a class, or the class of an object, is a library's. What wraps a function is looked into."""
-    wrappers = functools.partial | CustomOpDef | MethodType | staticmethod | classmethod | property
-    if isinstance(value, wrappers) or hasattr(value, "_torchdynamo_inline"):
+    if isinstance(value, _WRAPPERS) or hasattr(value, "_torchdynamo_inline"):
         return False
     module = getattr(value, "__module__", None) or type(value).__module__
     return str(module).partition(".")[0] in _LIBRARIES

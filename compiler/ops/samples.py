@@ -48,14 +48,14 @@ class UnusableError(Exception):
     """A sample on which nothing can be proved; says why."""
 
 
-class WiderCasts(TorchDispatchMode):
+class WiderCasts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Makes casts to fewer than 64 bits casts to 64, inside of functions too, so that no rounding hides a mistake.
 
     ``opaque``: whether kernels ran that are not torch's own, whose casts are out of reach.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.opaque = False
 
     def __torch_dispatch__(
@@ -123,7 +123,7 @@ def _static(op: IROp) -> IROp:
 def _sizes(op: IROp, rule: OpRule) -> Iterator[Mapping[str, Size]]:
     """New sizes of factors, from the smallest samples to the call's own sizes."""
     numbers = {leaf for _, arg in op.args for leaf in leaves(arg) if isinstance(leaf, int) and not isinstance(leaf, bool)}
-    small = {}
+    small: dict[str, Size] = {}
     for factor in rule.factors:
         if len(factor.segments) == 1 and isinstance(factor.size, int):
             small[factor.name] = min(factor.size, _SMALL[len(small) % len(_SMALL)])

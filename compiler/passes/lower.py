@@ -269,8 +269,8 @@ class _Lowering:
             if path in left_out:
                 return replace(tree, value=LeftOut(path))
             return replace(tree, value=self._adapted(tree.value, self._output_layout(path, tree.value), None))
-        tensors = [leaf for leaf, value in tree.leaves(path) if isinstance(value, IRValue)]
-        if path and tensors and left_out.issuperset(tensors):
+        tensors = {leaf for leaf, value in tree.leaves(path) if isinstance(value, IRValue)}
+        if path and tensors and left_out >= tensors:
             return Tree("leaf", LeftOut(path))
         children = ((key, self._output(child, join(path, key), left_out)) for key, child in tree.children)
         return replace(tree, children=tuple(children))

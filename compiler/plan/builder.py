@@ -162,12 +162,16 @@ class PlanBuilder:
 
     @checked
     def output(self, path: str, wish: Layout | str | None) -> PlanBuilder:
-        """``"whole"`` (the default), ``"sharded"``, a layout, or ``None``: the output is not needed."""
+        """``"whole"``, ``"eval"`` (whole but for training steps), ``"sharded"``, a layout, or ``None``: not needed. Outputs of
+        which nothing is said are as ``ComputeConfig.outputs`` has them.
+        """
         paths = output_paths(self.graph)
         if path not in paths:
             raise PlanError(f"the model has no output {path!r}", hint=suggestion(path, paths))
-        if not (wish is None or wish in ("whole", "sharded") or isinstance(wish, Layout)):
-            raise PlanError(f"output {path!r} cannot be {wish!r}", hint="'whole', 'sharded', a Layout, or None to drop it")
+        if not (wish is None or wish in ("whole", "eval", "sharded") or isinstance(wish, Layout)):
+            raise PlanError(
+                f"output {path!r} cannot be {wish!r}", hint="'whole', 'eval', 'sharded', a Layout, or None to drop it"
+            )
         self._outputs[path] = wish
         return self
 

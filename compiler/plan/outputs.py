@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ir.value import IRValue
@@ -43,12 +43,14 @@ def training_wishes(graph: IRGraph, config: ComputeConfig) -> Wishes:
     return {path: None if wish == "eval" else wish for path, wish in output_wishes(graph, config).items()}
 
 
-def settled_wishes(graph: IRGraph, config: ComputeConfig, planned: Wishes) -> Wishes:
+def settled_wishes(graph: IRGraph, config: ComputeConfig, planned: Mapping[str, Layout | str | None]) -> Wishes:
     """The wishes of a config, and those of a plan, which come first. A plan is made for training steps, so that it does not
     need what these leave out; and what another config has left out counts for no config that asks for all.
     """
     asked = output_wishes(graph, config)
-    kept = {path: wish for path, wish in planned.items() if wish != "eval" and not (wish is None and asked.get(path) == "eval")}
+    if config.outputs in ("all", "loss"):
+        planned = {path: wish for path, wish in planned.items() if wish != "eval"}
+    kept = {path: wish for path, wish in planned.items() if wish is not None or asked.get(path) != "eval"}
     return {**asked, **kept}
 
 

@@ -30,7 +30,7 @@ SIZES = [(4, 8), (6, 5), (3, 15)]
 def test_dynamic_batch_and_sequence(tmp_path: Path, name: str, policy: str) -> None:
     entry = zoo.get(name)
     model, batches = entry.build(), [entry.inputs(batch=batch, seq=seq) for batch, seq in SIZES]
-    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, dynamic_dims=DIMS)
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, dynamic_dims=DIMS, outputs="all")
     with float64_casts():
         parallelize(model, batches[0], policy, config, gen_savedir=tmp_path, load_module=False)
         (directory,) = {path.parent for path in tmp_path.rglob("manifest.json")}

@@ -100,10 +100,16 @@ def test_every_layer_has_its_adapters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_whole_logits_cost_one_gather(name: str, tmp_path: Path) -> None:
-    _, outcome = step(name, "tp", 2, tmp_path)
+    _, outcome = step(name, "tp", 2, tmp_path, outputs="all")
     gathered = {key.phase: volume for key, volume in outcome.traffic[0].items() if key.collective == "all_gather"}
     assert gathered.keys() == {"forward"}
     assert (gathered["forward"].calls, gathered["forward"].elements) == (1, B * S * 32)
+
+
+@pytest.mark.parametrize("policy", ["tp", "data"])
+def test_a_training_step_sends_nothing_for_outputs_beside_the_loss(policy: str, tmp_path: Path) -> None:
+    steps = [step("llama", policy, 2, tmp_path / word, outputs=word)[1].traffic[0] for word in ("auto", "loss")]
+    assert steps[0] == steps[1]
 
 
 @pytest.mark.parametrize("name", MODELS)

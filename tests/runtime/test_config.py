@@ -24,7 +24,7 @@ def refusal(**fields):
 def test_defaults_and_units():
     config = ComputeConfig(plan_ngpus=2, runtime_ngpus=6)
     assert config.num_units == 3
-    assert (config.outputs, config.grad_reduction, config.rng, config.seed) == ("all", "sum", "fast", 0)
+    assert (config.outputs, config.grad_reduction, config.rng, config.seed) == ("auto", "sum", "fast", 0)
     assert config == ComputeConfig(plan_ngpus=2, runtime_ngpus=6)
     assert hash(config) == hash(ComputeConfig(plan_ngpus=2, runtime_ngpus=6))
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -170,7 +170,8 @@ REFUSALS = {
     "user_config": ({"user_config": 3}, "user_config is a dict\n  why:   it is 3"),
     "outputs": (
         {"outputs": "none"},
-        "outputs is 'all', 'loss', or a dict from output path to 'whole', 'sharded' or 'drop'\n  why:   it is 'none'",
+        "outputs is 'auto', 'all', 'loss', or a dict from output path to 'whole', 'eval', 'sharded' or 'drop'\n"
+        "  why:   it is 'none'",
     ),
     "output mode": (
         {"outputs": {"logits": "dropped"}},

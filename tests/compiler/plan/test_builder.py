@@ -156,7 +156,7 @@ def test_layouts_that_a_tensor_cannot_have(graph: PlannableGraph) -> None:
     with pytest.raises(LoadError, match="the layout '8/tp, 6' does not parse"):
         b.store("up.weight", "8/tp, 6")
     assert refused(b.output, "y", "cut") == (
-        "output 'y' cannot be 'cut'\n  try:   'whole', 'sharded', a Layout, or None to drop it"
+        "output 'y' cannot be 'cut'\n  try:   'whole', 'eval', 'sharded', a Layout, or None to drop it"
     )
 
 

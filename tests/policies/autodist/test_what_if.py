@@ -57,8 +57,9 @@ def test_what_returning_the_loss_alone_would_buy() -> None:
 
 
 def test_what_returns_more_than_a_loss() -> None:
-    assert returns_more_than_loss(graph_of(Classifier()), config())
+    assert returns_more_than_loss(graph_of(Classifier()), config(outputs="all"))
+    assert not returns_more_than_loss(graph_of(Classifier()), config())
     assert not returns_more_than_loss(graph_of(Classifier()), config(outputs="loss"))
     assert not returns_more_than_loss(graph_of(Classifier()), config(outputs={"logits": "sharded"}))
-    assert not returns_more_than_loss(graph_of(Classifier(detached=True)), config())
+    assert not returns_more_than_loss(graph_of(Classifier(detached=True)), config(outputs="all"))
     assert not returns_more_than_loss(planning.graph_of(nn.Linear(4, 4), {"input": torch.randn(4, 4)}), config())

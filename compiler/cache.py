@@ -38,10 +38,11 @@ from shardwright.compiler.weights import Tensors
 from shardwright.runtime.checkpoint.tensor_files import digest_tensors, write_tensors
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import ConfigError, LoadError, PlanError
+from shardwright.runtime.file_digests import ChunkDigests
 from shardwright.runtime.json_text import parse_json
 from shardwright.runtime.manifest import MANIFEST_FILE, Manifest, code_file, read_file, sha256
 from shardwright.runtime.module.weights import CONSTANTS_FILE, WEIGHTS_FILE
-from shardwright.runtime.swap import recover_folder, write_file, write_folder, writing
+from shardwright.runtime.swap import recover_folder, remove_unfinished, write_file, write_folder, writing
 
 PLAN_FILE = "plan.json"
 PROOFS_FILE = "proofs.json"
@@ -71,10 +72,13 @@ def _module_name(cls: type[Any]) -> str:
 
 
 def read_plan(directory: Path) -> Plan:
-    """The plan of a directory. Raises :class:`LoadError` if it is missing or damaged."""
+    """The plan of a directory. Raises :class:`LoadError` if it is missing or damaged, or is not what the code was made of."""
     try:
-        data = parse_json(read_file(directory, PLAN_FILE))
+        text, written = read_file(directory, PLAN_FILE), Manifest.read(directory).files.get(PLAN_FILE)
+        data = parse_json(text)
         check_plan_file(data)
+        if written is not None and sha256(text) != written:
+            raise ValueError("its sha256 is not that of what was written")
     except ValueError as error:
         why = error.what if isinstance(error, PlanError) else str(error)
         hint = "compile again with reuse='override'"
@@ -171,8 +175,9 @@ class Stored:
 
     @classmethod
     def read(cls, directory: Path) -> Stored:
-        """Look at a directory; one that a killed process left half swapped is repaired first. Hold its lock."""
+        """Look at a directory; what a killed process left half made or half swapped is put right first. Hold its lock."""
         recover_folder(directory)
+        remove_unfinished(directory, alone=True)
         if not directory.exists():
             return cls(directory)
         try:
@@ -231,9 +236,11 @@ def weights_match(stored: Stored, tensors: Mapping[str, Tensors]) -> bool:
 
 @contextmanager
 def replacing(stored: Stored) -> Iterator[Path]:
-    """A fresh folder that takes the place of the directory when the block ends well. Files that are not ours move along."""
+    """A fresh folder that takes the place of the directory when the block ends well. Files that are not ours move along. Hold
+    the lock of the directory.
+    """
     directory = stored.directory
-    with writing("generated files", directory, WRITE_HINT), write_folder(directory) as fresh:
+    with writing("generated files", directory, WRITE_HINT), write_folder(directory, alone=True) as fresh:
         yield fresh
         ours = {MANIFEST_FILE, PLAN_FILE, WEIGHTS_FILE, CONSTANTS_FILE, *(stored.manifest.files if stored.manifest else ())}
         for path in sorted(directory.iterdir()) if directory.exists() else ():
@@ -255,8 +262,8 @@ def store(stored: Stored, manifest: Manifest, files: Mapping[str, str], tensors:
             data = text.encode()
             (fresh / name).write_bytes(data)
             digests[name] = sha256(data)
-        digests |= _store_tensors(stored, fresh, tensors)
-        manifest = replace(manifest, files=digests)
+        of_tensors, chunks = _store_tensors(stored, fresh, tensors)
+        manifest = replace(manifest, files=digests | of_tensors, chunks=chunks)
         manifest.write(fresh)
         # Ranks differ in coordinates only, so one file tells whether the code parses.
         compile(files[code_file(0)], str(stored.directory / code_file(0)), "exec", dont_inherit=True)
@@ -272,24 +279,31 @@ def store_weights(stored: Stored, tensors: Mapping[str, Tensors]) -> Manifest:
         digests = {name: digest for name, digest in old.files.items() if name not in tensors}
         for name in digests:
             keep_file(stored.directory / name, fresh / name)
-        manifest = replace(old, files=digests | _store_tensors(stored, fresh, tensors))
+        of_tensors, chunks = _store_tensors(stored, fresh, tensors)
+        manifest = replace(old, files=digests | of_tensors, chunks=chunks)
         manifest.write(fresh)
     return manifest
 
 
-def _store_tensors(stored: Stored, fresh: Path, tensors: Mapping[str, Tensors]) -> dict[str, str]:
-    digests = {}
+def _store_tensors(
+    stored: Stored, fresh: Path, tensors: Mapping[str, Tensors]
+) -> tuple[dict[str, str], dict[str, ChunkDigests]]:
+    """The digests of the weight files, as wholes and by chunks."""
+    old = stored.manifest
+    digests: dict[str, str] = {}
+    chunks: dict[str, ChunkDigests] = {}
     for name, of_file in tensors.items():
         if not of_file:
             continue
-        if stored.manifest is not None and name in stored.manifest.files:
-            digest = digest_tensors(of_file)
-            if stored.holds(name, digest):
-                keep_file(stored.directory / name, fresh / name)
-                digests[name] = digest
-                continue
-        digests[name] = write_tensors(fresh / name, of_file, flushes=False).sha256
-    return digests
+        if old is not None and name in old.files and stored.holds(name, digest_tensors(of_file)):
+            keep_file(stored.directory / name, fresh / name)
+            digests[name] = old.files[name]
+            chunks |= {name: old.chunks[name]} if name in old.chunks else {}
+            continue
+        record = write_tensors(fresh / name, of_file, flushes=False, chunked=True)
+        assert record.chunks is not None
+        digests[name], chunks[name] = record.sha256, record.chunks
+    return digests, chunks
 
 
 def keep_file(source: Path | str, target: Path | str) -> None:

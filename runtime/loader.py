@@ -14,6 +14,7 @@ from shardwright.runtime.arguments import checked
 from shardwright.runtime.errors import LoadError
 from shardwright.runtime.manifest import Manifest, code_file, read_file, sha256
 from shardwright.runtime.module.parallel_module import ParallelModule
+from shardwright.runtime.module.weights import CONSTANTS_FILE, WEIGHTS_FILE
 from shardwright.runtime.ranks.failures import GENERATED
 from shardwright.runtime.ranks.world import current_world
 
@@ -53,6 +54,8 @@ def load_class(directory: Path | str, rank: int | None = None) -> type[ParallelM
         )
     loaded.compute_config = manifest.config
     loaded.use_order = manifest.use_order
+    listed = {file: manifest.digests_of(file) for file in (WEIGHTS_FILE, CONSTANTS_FILE)}
+    loaded.weight_digests = {file: digests for file, digests in listed.items() if digests is not None}
     _let_go_with_class(module, directory / name, lines, loaded, keeps=_reads(code, loaded.__name__))
     return loaded
 

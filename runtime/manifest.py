@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,14 @@ import torch
 
 from shardwright import __version__
 from shardwright.runtime.arguments import checked
+from shardwright.runtime.checkpoint.tensor_files import digest_file
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import LoadError
+from shardwright.runtime.file_digests import ChunkDigests
 from shardwright.runtime.json_text import parse_json
 from shardwright.runtime.layout import Mesh
 from shardwright.runtime.module.declarations import Declaration
+from shardwright.runtime.module.weights import CONSTANTS_FILE, WEIGHTS_FILE
 from shardwright.runtime.swap import write_file
 
 MANIFEST_FILE = "manifest.json"
@@ -36,6 +39,7 @@ class Manifest:
 
     ``key``: the digest of what was asked for (traced graph, config, policy, versions). ``class_name``: of the generated
     class. ``mesh``: of one unit; there is one code file per rank of it. ``files``: name to hex sha256 of every file made.
+    ``chunks``: of large files, which ranks read in part, also the digests of their chunks.
     ``tensors``: parameters, buffers and constants by name, in the order of the original ``named_parameters()``.
     ``use_order``: the parameters in the order in which forward first uses them; backward reaches them in the reverse one.
     ``request``: the config and whatever else the compiler needs to recognise its own work, as JSON. ``zero_stage``: of ZeRO,
@@ -49,6 +53,7 @@ class Manifest:
     policy: str
     files: Mapping[str, str]
     tensors: Mapping[str, Declaration]
+    chunks: Mapping[str, ChunkDigests] = field(default_factory=dict)
     request: Mapping[str, Any] = field(default_factory=dict)
     use_order: tuple[str, ...] = ()
     zero_stage: int | None = None
@@ -71,6 +76,12 @@ class Manifest:
         config = ComputeConfig.from_json(asked)
         return config if self.zero_stage is None else config.with_zero(self.zero_stage)
 
+    def digests_of(self, name: str) -> ChunkDigests | None:
+        """What the chunks of a file must be; ``None`` if this says nothing of the file."""
+        if name not in self.files:
+            return None
+        return self.chunks.get(name, ChunkDigests(None, (self.files[name],)))
+
     def to_json(self) -> dict[str, Any]:
         return {
             "format_version": self.format_version,
@@ -81,6 +92,7 @@ class Manifest:
             "mesh": [list(axis) for axis in self.mesh.axes],
             "policy": self.policy,
             "files": dict(sorted(self.files.items())),
+            "chunks": {name: digests.to_json() for name, digests in sorted(self.chunks.items())},
             "tensors": {name: declaration.to_json() for name, declaration in self.tensors.items()},
             "use_order": list(self.use_order),
             **({"zero_stage": self.zero_stage} if self.zero_stage is not None else {}),
@@ -98,6 +110,7 @@ class Manifest:
             policy=data["policy"],
             files=dict(data["files"]),
             tensors={name: Declaration.from_json(name, item) for name, item in data["tensors"].items()},
+            chunks={name: ChunkDigests.from_json(item) for name, item in data.get("chunks", {}).items()},
             request=dict(data["request"]),
             use_order=tuple(data.get("use_order", ())),
             zero_stage=data.get("zero_stage"),
@@ -108,8 +121,9 @@ class Manifest:
         )
 
     def write(self, directory: Path) -> None:
-        """Write it into ``directory``, replacing an older one atomically."""
-        write_file(directory / MANIFEST_FILE, (json.dumps(self.to_json(), indent=1) + "\n").encode())
+        """Write it into ``directory`` with a digest of itself, replacing an older one atomically."""
+        content = self.to_json()
+        write_file(directory / MANIFEST_FILE, (json.dumps({"sha256": _digest(content), **content}, indent=1) + "\n").encode())
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
@@ -129,6 +143,9 @@ class Manifest:
         except ValueError as error:
             raise _damaged(path, str(error)) from error
         check_versions(path, data)
+        written = data.pop("sha256", None)
+        if written is not None and written != _digest(data):
+            raise _damaged(path, "its sha256 is not that of what was written")
         try:
             return cls.from_json(data)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -164,7 +181,8 @@ def check_versions(path: Path, data: Any) -> None:
 
 @checked
 def accept(directory: Path | str) -> list[str]:
-    """Make the code files of ``directory``, as they are now, the ones the manifest stands for. Returns the names that changed.
+    """Make the code and the values in ``directory``, as they are now, the ones the manifest stands for. Returns the names that
+    changed.
 
     Raises :class:`LoadError` if a file is missing or is no valid Python.
     """
@@ -180,9 +198,14 @@ def accept(directory: Path | str) -> list[str]:
             what = f"{directory / name} is not valid Python"
             raise LoadError(what, why=str(error), hint="fix it, then accept again") from error
         files[name] = sha256(source)
+    chunks = dict(manifest.chunks)
+    for name in (WEIGHTS_FILE, CONSTANTS_FILE):
+        path = directory / name
+        if name in files and path.exists():
+            files[name], chunks[name] = digest_file(path), ChunkDigests.of_file(path)
     changed = [name for name, digest in files.items() if manifest.files.get(name) != digest]
     if changed:
-        Manifest.from_json({**manifest.to_json(), "files": files}).write(directory)
+        replace(manifest, files=files, chunks=chunks).write(directory)
     return changed
 
 
@@ -201,6 +224,10 @@ def read_file(directory: Path, name: str) -> bytes:
             why=f"{MANIFEST_FILE} lists it",
             hint="copy the whole directory to this node, or compile again with reuse='override'",
         ) from None
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return sha256(json.dumps(content, sort_keys=True).encode())
 
 
 def _damaged(path: Path, why: str) -> LoadError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,18 @@ class Region:
     def num_elements(self) -> int:
         return math.prod(self.shape)
 
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether it is a region of a tensor of that shape: along each dim its runs ascend, are not empty, and lie inside."""
+        if len(self.runs) != len(shape):
+            return False
+        for runs, size in zip(self.runs, shape, strict=True):
+            previous = 0
+            for start, stop in runs:
+                if not previous <= start < stop <= size:
+                    return False
+                previous = stop
+        return True
+
     def parts(self, start: int, stop: int) -> tuple[Region, ...]:
         """The elements ``start`` to ``stop`` of the flattened piece, as regions whose elements follow each other there.
 
@@ -69,9 +81,76 @@ class Region:
         return cls(tuple(tuple((int(start), int(stop)) for start, stop in runs) for runs in data))
 
 
-def shared_elements(a: Region, b: Region) -> int:
-    """How many elements two regions of one tensor have in common."""
-    return math.prod(sum(length for _, _, length in fragments) for fragments in _fragments(a, b))
+Cells = dict[frozenset[int], int]
+"""How many elements lie in a combination of regions, given by their numbers, and in no others."""
+
+
+def cells(regions: Sequence[Region]) -> Cells:
+    """How many elements lie in each combination of ``regions``.
+
+    Rows 0 to 2 and rows 1 to 3 of a tensor with 4 columns have two rows in common: ``{{0}: 4, {0, 1}: 4, {1}: 4}``. Elements
+    that lie in no region are not counted. The regions are of one tensor.
+    """
+    numbers = frozenset(number for number, region in enumerate(regions) if region.num_elements)
+    return _cells(regions, numbers, 0, {}) if numbers else {}
+
+
+def _cells(regions: Sequence[Region], numbers: frozenset[int], dim: int, known: dict[Any, Any]) -> Cells:
+    """The same for some of the regions and the dims from ``dim`` on. ``known``: answers, as slices are often cut alike."""
+    if dim == len(regions[0].runs):
+        return {numbers: 1}
+    counts: Cells = known.setdefault((numbers, dim), {})
+    if counts:
+        return counts
+    # Between two neighbouring starts or stops along the dim, the same regions hold all positions.
+    widths: Cells = {}
+    for active, width in _stretches(regions, numbers, dim):
+        widths[active] = widths.get(active, 0) + width
+    for active, width in widths.items():
+        for members, count in _cells(regions, active, dim + 1, known).items():
+            counts[members] = counts.get(members, 0) + width * count
+    return counts
+
+
+def _stretches(regions: Sequence[Region], numbers: frozenset[int], dim: int) -> Iterator[tuple[frozenset[int], int]]:
+    """Stretches of positions along a dim, each with the regions that hold it and its length."""
+    changes: dict[int, list[tuple[int, int]]] = {}
+    for number in numbers:
+        for start, stop in regions[number].runs[dim]:
+            changes.setdefault(start, []).append((number, 1))
+            changes.setdefault(stop, []).append((number, -1))
+    active: dict[int, int] = {}  # one run may begin where another one of the same region ends
+    previous = 0
+    for position in sorted(changes):
+        holders = frozenset(number for number, count in active.items() if count)
+        if holders and position > previous:
+            yield holders, position - previous
+        for number, change in changes[position]:
+            active[number] = active.get(number, 0) + change
+        active = {number: count for number, count in active.items() if count}
+        previous = position
+
+
+def num_covered(needed: Sequence[Region], given: Sequence[Region]) -> int:
+    """How many of the elements that lie in a ``needed`` region lie in a ``given`` one too. Each is counted once."""
+    found = cells([*needed, *given])
+    return sum(count for members, count in found.items() if min(members) < len(needed) <= max(members))
+
+
+def untiled(regions: Sequence[Region], shape: Sequence[int]) -> str | None:
+    """In words, why ``regions`` are not a tiling of a tensor of that shape, which has each element in exactly one of them;
+    ``None`` if they are one.
+    """
+    whole = Region.whole(shape)
+    for region in regions:
+        if not region.fits(shape):
+            return f"a piece lies outside of {list(shape)}"
+    found = cells([whole, *regions])
+    missing = found.get(frozenset((0,)), 0)
+    if missing:
+        return f"{missing} of {whole.num_elements} elements are in no piece"
+    twice = sum(count for members, count in found.items() if len(members) > 2)
+    return f"{twice} of {whole.num_elements} elements are in several pieces" if twice else None
 
 
 def copy_shared(target: Tensor, target_region: Region, source: Tensor, source_region: Region) -> int:

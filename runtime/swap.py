@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import glob
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -60,21 +64,64 @@ def writing(what: str, path: Path, hint: str) -> Iterator[None]:
 
 
 @contextmanager
-def write_folder(target: Path) -> Iterator[Path]:
+def write_folder(target: Path, *, alone: bool = False) -> Iterator[Path]:
     """An empty folder beside ``target`` to write into; it becomes ``target`` when the ``with`` block ends well.
 
     If the block raises, the new folder is deleted and ``target`` is what it was. If the process is killed between the two
-    renames at the end, the next call on the same target, or :func:`recover_folder`, puts the old folder back.
+    renames at the end, the next call on the same target, or :func:`recover_folder`, puts the old folder back. What a killed
+    process has left unfinished is deleted first. ``alone``: nobody else writes this target now, as the caller holds a lock.
     """
     recover_folder(target)
-    fresh = _beside(target, "new")
-    fresh.mkdir(parents=True)
+    remove_unfinished(target, alone=alone)
+    fresh, lock = _locked_folder(target)
     try:
         yield fresh
         replace_folder(target, fresh)
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
+    finally:
+        os.close(lock)
+
+
+def remove_unfinished(target: Path, *, alone: bool) -> None:
+    """Delete new folders for ``target`` whose process was killed. One that another process still writes is locked by it, and
+    stays; so does one of which nobody can tell, unless the caller is ``alone``.
+    """
+    for folder in target.parent.glob(f".{glob.escape(target.name)}.new.*"):
+        if folder.is_symlink() or not folder.is_dir() or not re.fullmatch(r"[0-9a-f]{8}", folder.name.rpartition(".")[2]):
+            continue
+        with contextlib.suppress(OSError):  # somebody else has deleted it
+            lock = os.open(folder, os.O_RDONLY)
+            try:
+                if _is_locked(lock) or alone:
+                    shutil.rmtree(folder)
+            finally:
+                os.close(lock)
+
+
+def _locked_folder(target: Path) -> tuple[Path, int]:
+    """A fresh folder beside ``target``, and a descriptor that keeps it locked until it is closed or the process ends."""
+    while True:
+        fresh = _beside(target, "new")
+        fresh.mkdir(parents=True)
+        try:
+            lock = os.open(fresh, os.O_RDONLY)
+        except FileNotFoundError:  # deleted as unfinished before it was locked
+            continue
+        _is_locked(lock)
+        if fresh.is_dir():
+            return fresh, lock
+        os.close(lock)
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Lock an open folder for this process; false if another one has, or if the file system has no such locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def replace_folder(target: Path, fresh: Path) -> None:

@@ -30,21 +30,30 @@ class Contents:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._files.__exit__(kind, error, trace)
 
+    def check(self, records: Iterable[TensorRecord]) -> None:
+        """Compare the headers of files with the index, so that :meth:`fill` finds every piece. No values are read.
+
+        Raises :class:`CheckpointError` if a file cannot be read, lacks a piece, or holds another tensor in its place.
+        """
+        for record in records:
+            for piece in record.pieces:
+                shape, dtype = self._files.kind(piece.file, piece.key)
+                if (shape, dtype) != (piece.region.shape, record.dtype):
+                    raise CheckpointError(
+                        f"{self.folder / piece.file} holds another tensor as {piece.key!r}",
+                        why=f"it is {dtype}{list(shape)}, the index has {record.dtype}{list(piece.region.shape)}",
+                    )
+
     def fill(self, target: Tensor, region: Region, record: TensorRecord) -> None:
         """Copy the elements of ``region`` into ``target``. Only they are read."""
-        copied = 0
-        for piece in record.pieces:
-            view = self._files.view(piece.file, piece.key)
-            if tuple(view.shape) != piece.region.shape:
-                raise CheckpointError(
-                    f"{self.folder / piece.file} holds another tensor as {piece.key!r}",
-                    why=f"its shape is {list(view.shape)}, the index has {list(piece.region.shape)}",
-                )
-            copied += copy_shared(target, region, view, piece.region)
+        copied = sum(
+            copy_shared(target, region, self._files.view(piece.file, piece.key), piece.region) for piece in record.pieces
+        )
         assert copied == region.num_elements, f"{copied} of {region.num_elements} elements were found"
 
     def read(self, record: TensorRecord, region: Region | None = None, device: torch.device | str = "cpu") -> Tensor:
         """The elements of ``region`` (default: all) as a new tensor."""
+        self.check([record])
         region = Region.whole(record.shape) if region is None else region
         target = torch.empty(region.shape, dtype=record.dtype, device=device)
         self.fill(target, region, record)
@@ -65,7 +74,7 @@ def check_files(folder: Path, index: Index, names: Iterable[str] | None = None) 
 
 
 def check_complete(folder: Path, index: Index) -> None:
-    """Raise :class:`CheckpointError` if pieces of a tensor are in no file."""
-    missing = [f"not all of {name!r} was saved" for name, record in index.records() if not record.is_complete]
-    if missing:
-        raise CheckpointError(f"{folder} is incomplete", why=listed(missing))
+    """Raise :class:`CheckpointError` if the pieces of a tensor do not make it: some are in no file, or they overlap."""
+    problems = [f"of {name!r} {problem}" for name, record in index.records() if (problem := record.problem) is not None]
+    if problems:
+        raise CheckpointError(f"{folder} is incomplete", why=listed(problems))

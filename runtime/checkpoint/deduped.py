@@ -15,21 +15,21 @@ from torch.optim import Optimizer
 
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.checkpoint.agreement import together
-from shardwright.runtime.checkpoint.holdings import EXTRA_STATE, Holding, Holdings
+from shardwright.runtime.checkpoint.holdings import EXTRA_STATE, Holding, Holdings, is_extra_state
 from shardwright.runtime.checkpoint.merged import is_plan
 from shardwright.runtime.checkpoint.optimizer_state import (
     NamedState,
     StateDict,
     group_names,
     listed,
-    load_named_state,
+    state_dict_for,
 )
-from shardwright.runtime.checkpoint.state_place import PARAM_SHARDS, StatePlace, num_shared, state_places
+from shardwright.runtime.checkpoint.state_place import PARAM_SHARDS, StatePlace, state_places
 from shardwright.runtime.checkpoint.values import decode, encode
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.world import World, current_world
-from shardwright.runtime.regions import Region, copy_shared
+from shardwright.runtime.regions import Region, copy_shared, num_covered
 
 GROUP = "checkpoint"
 """The name under which communication is counted."""
@@ -47,7 +47,7 @@ def deduped_state_dict(module: nn.Module, optimizer: Optimizer | None = None) ->
     is_first = current_world().rank == 0
     state: StateDict = OrderedDict()
     for key, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and not is_extra_state(key):
             if id(value) in owned:
                 state[key] = value.detach()
         elif is_first or is_plan(key, value):
@@ -111,7 +111,7 @@ def load_deduped_state_dict(
         part.refresh_copies()
     if optimizer is not None and named is not None:
         shared = _share_state(world, optimizer, holdings, named)
-        load_named_state(optimizer, holdings, shared, group_names(optimizer, holdings))
+        optimizer.load_state_dict(state_dict_for(optimizer, holdings, shared, group_names(optimizer, holdings)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,13 +205,16 @@ def _state_parts(tables: Sequence[Mapping[str, tuple[Any, Mapping[str, Any] | No
                 sources.setdefault(name, {}).setdefault(found, rank)
     parts, missing = [], []
     for name, by_regions in sources.items():
-        got = dict.fromkeys(needed[name], 0)
         for regions, source in by_regions.items():
-            shared = {rank: num_shared(theirs, regions) for rank, theirs in needed[name].items()}
+            shared = {rank: num_covered(theirs, regions) for rank, theirs in needed[name].items()}
             ranks = tuple(rank for rank, number in shared.items() if number or needed[name][rank] == regions)
-            got = {rank: number + shared[rank] for rank, number in got.items()}
             parts.append(_StatePart(name, regions, source, ranks, tables[source][name][1] or {}))
-        lacking = [r for r, number in got.items() if number < sum(region.num_elements for region in needed[name][r])]
+        given = [region for regions in by_regions for region in regions]
+        lacking = [
+            rank
+            for rank, theirs in needed[name].items()
+            if num_covered(theirs, given) < sum(region.num_elements for region in theirs)
+        ]
         missing += [f"that of {name!r} on ranks {lacking}"] if lacking else []
     if missing:
         hint = "load on all ranks what each of them saved"

@@ -2,6 +2,7 @@
 
     checkpoints/
         LATEST                          the name of the current folder, replaced atomically
+        OWNER                           the job that saves here, see :mod:`~shardwright.runtime.checkpoint.owner`
         000007-step-3500/
             index.json                  written when everything else is there and flushed
             rank-00000.safetensors
@@ -9,7 +10,9 @@
         000008-step-4000/
 
 A folder is complete when it has an index; it is current when ``LATEST`` names it. A save that is killed leaves a folder
-without an index, which the next save deletes.
+without an index, which the next save deletes before it writes anything: the disk may be full of it.
+
+Links are followed for reading only. A folder that is a link, such as one into an archive, is never deleted.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from shardwright.runtime.checkpoint.index import INDEX_FILE
@@ -28,16 +32,19 @@ LATEST_FILE = "LATEST"
 _NAME = re.compile(r"(\d{6,})(?:-step-\d+)?")
 
 _WRITTEN = re.compile(
-    r"index\.json|rank-\d{5,}\.(json|safetensors|failed)|(model|optimizer).*\.safetensors|\..*\.new\.[0-9a-f]+"
+    r"index\.json|rank-\d{5,}\.(json|safetensors|failed|alive)|(model|optimizer).*\.safetensors|\..*\.new\.[0-9a-f]+"
 )
 """What saving and merging write into a folder."""
 
 
-def make_folder(directory: Path, step: int | None) -> Path:
-    """A fresh folder in ``directory``, numbered after all that are there."""
-    directory.mkdir(parents=True, exist_ok=True)
-    serial = max((number for number, _ in _numbered(directory)), default=0) + 1
-    folder = directory / (f"{serial:06d}" if step is None else f"{serial:06d}-step-{step}")
+def next_number(directory: Path) -> int:
+    """The number of the next folder: after all that are there, so that no process of an earlier save writes into it."""
+    return max((number for number, _ in _numbered(directory)), default=0) + 1
+
+
+def make_folder(directory: Path, number: int, step: int | None) -> Path:
+    """A fresh folder in ``directory``."""
+    folder = directory / (f"{number:06d}" if step is None else f"{number:06d}-step-{step}")
     folder.mkdir()
     sync_folder(directory)
     return folder
@@ -50,21 +57,51 @@ def make_current(folder: Path) -> None:
     sync_folder(folder.parent)
 
 
+def is_current(folder: Path) -> bool:
+    """Whether ``LATEST`` names a folder."""
+    try:
+        return (folder.parent / LATEST_FILE).read_text(errors="replace").strip() == folder.name
+    except OSError:
+        return False
+
+
 def prune(folder: Path, keep: int) -> None:
     """Delete what is not among the newest ``keep`` complete folders up to the current one, ``folder``.
 
-    A folder that holds anything else than a checkpoint stays, whatever its name.
+    A folder that holds anything else than a checkpoint stays, whatever its name, and so does one that is a link.
     """
     directory = folder.parent
-    older = [path for path in complete_folders(directory) if path != folder]
+    older = [path for path in complete_folders(directory) if path != folder and not path.is_symlink()]
     kept = {folder, *(older[len(older) - (keep - 1) :] if keep > 1 else [])}
     for _, path in _numbered(directory):
-        if path not in kept and all(_WRITTEN.fullmatch(entry.name) and not entry.is_dir() for entry in path.iterdir()):
-            # The index goes first: a folder that is half deleted must not look complete.
-            (path / INDEX_FILE).unlink(missing_ok=True)
-            shutil.rmtree(path)
+        if path not in kept:
+            remove_folder(path)
+    _remove_temporaries(directory)
+
+
+def remove_unfinished(directory: Path, active: Collection[Path]) -> None:
+    """Delete what killed saves have left. The caller is the only one who saves into ``directory``; ``active`` are folders that
+    it still writes.
+    """
+    for _, path in _numbered(directory):
+        if path not in active and not (path / INDEX_FILE).exists():
+            remove_folder(path)
+    _remove_temporaries(directory)
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder that saving has made, unless it is a link or holds anything else."""
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    if all(_WRITTEN.fullmatch(entry.name) and (entry.is_symlink() or not entry.is_dir()) for entry in folder.iterdir()):
+        # The index goes first: a folder that is half deleted must not look complete.
+        (folder / INDEX_FILE).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+
+
+def _remove_temporaries(directory: Path) -> None:
     for temporary in directory.glob(f".{LATEST_FILE}.new.*"):
-        temporary.unlink()
+        temporary.unlink(missing_ok=True)
 
 
 def complete_folders(directory: Path) -> list[Path]:

@@ -17,6 +17,11 @@ EXTRA_STATE = "_extra_state"
 """The last part of a state dict key that holds no tensor."""
 
 
+def is_extra_state(key: str) -> bool:
+    """Whether a key of a state dict is that of what a module keeps beside its tensors, which may be a tensor too."""
+    return key.rpartition(".")[2] == EXTRA_STATE
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Holding:
     """One parameter or persistent buffer. ``names``: all names the state dict has for it, its first one first.
@@ -68,7 +73,7 @@ class Holdings:
         tensors: dict[int, Tensor] = {}
         extra_states = {}
         for key, value in module.state_dict(keep_vars=True).items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not is_extra_state(key):
                 names.setdefault(id(value), []).append(key)
                 tensors[id(value)] = value
             elif key.removesuffix(EXTRA_STATE).removesuffix(".") not in parts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ import torch
 from shardwright import __version__
 from shardwright.runtime.checkpoint.ordering import Groups, united, united_groups
 from shardwright.runtime.checkpoint.tensor_files import FileRecord
-from shardwright.runtime.checkpoint.values import dtype_named
+from shardwright.runtime.checkpoint.values import decode, dtype_named
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.json_text import parse_json
-from shardwright.runtime.regions import Region
+from shardwright.runtime.regions import Region, untiled
 from shardwright.runtime.swap import write_file
 
 INDEX_FILE = "index.json"
@@ -38,7 +38,7 @@ class PieceRecord:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PieceRecord:
-        return cls(data["file"], data["key"], Region.from_json(data["region"]))
+        return cls(_text(data["file"]), _text(data["key"]), Region.from_json(data["region"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ class TensorRecord:
         return Region.whole(self.shape).num_elements * self.dtype.itemsize
 
     @property
-    def is_complete(self) -> bool:
-        """Whether the pieces are all there. Each is stored once, so counting is enough."""
-        return sum(piece.region.num_elements for piece in self.pieces) == Region.whole(self.shape).num_elements
+    def problem(self) -> str | None:
+        """In words, why the pieces do not make the tensor; ``None`` if each element is in exactly one of them."""
+        return untiled([piece.region for piece in self.pieces], self.shape)
 
     def merged(self, other: TensorRecord) -> TensorRecord:
         """The same tensor with the pieces of both."""
@@ -79,8 +79,9 @@ class TensorRecord:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TensorRecord:
         pieces = tuple(PieceRecord.from_json(piece) for piece in data["pieces"])
-        aliases = tuple(data.get("aliases", ()))
-        return cls(tuple(data["shape"]), dtype_named(data["dtype"]), pieces, aliases, data.get("like_parameter", True))
+        aliases = tuple(map(_text, _list(data.get("aliases", []))))
+        shape = tuple(map(_count, _list(data["shape"])))
+        return cls(shape, dtype_named(data["dtype"]), pieces, aliases, data.get("like_parameter", True) is True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +130,24 @@ class OptimizerRecord:
             name: {key: TensorRecord.from_json(record) for key, record in records.items()}
             for name, records in data["tensors"].items()
         }
-        groups = tuple((tuple(group["params"]), group["options"]) for group in data["groups"])
-        return cls(data["class"], groups, tensors, data["values"])
+        groups = tuple((tuple(map(_text, _list(group["params"]))), dict(group["options"])) for group in data["groups"])
+        values = {name: dict(of_name) for name, of_name in data["values"].items()}
+        return cls(_text(data["class"]), groups, tensors, values)
+
+    def check(self, parameters: Mapping[str, TensorRecord]) -> None:
+        """Raise :class:`ValueError` unless it is the state of these parameters."""
+        if len(set(self.names)) < len(self.names):
+            raise ValueError("a parameter is in two groups of the optimizer")
+        foreign = [name for name in (*self.names, *self.tensors, *self.values) if name not in parameters]
+        if foreign:
+            raise ValueError(f"the optimizer has state of {foreign[0]!r}, which is no parameter")
+        for name, records in self.tensors.items():
+            for key, record in records.items():
+                if record.like_parameter and record.shape != parameters[name].shape:
+                    raise ValueError(f"the optimizer state {key!r} of {name!r} is not of its shape")
+        for encoded in (*(options for _, options in self.groups), *self.values.values()):
+            for value in encoded.values():
+                decode(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,25 +210,45 @@ class Index:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Index:
-        """The reverse of :meth:`to_json`; ``KeyError``, ``TypeError`` or ``ValueError`` where it is not one."""
+        """The reverse of :meth:`to_json`. All values can be decoded, so that loading does not find out half way.
+
+        Raises whatever comes of it where it is not one: ``KeyError``, ``TypeError``, ``ValueError`` and others.
+        """
         index = cls(
-            module_class=data["module_class"],
+            module_class=_text(data["module_class"]),
             tensors={name: TensorRecord.from_json(record) for name, record in data["tensors"].items()},
             files={name: FileRecord.from_json(record) for name, record in data["files"].items()},
-            random=data["random"],
-            extra_states=data["extra_states"],
+            random={
+                path: {key: _count(state[key]) for key in ("seed", "step", "microbatch")}
+                for path, state in data["random"].items()
+            },
+            extra_states=dict(data["extra_states"]),
             optimizer=None if data["optimizer"] is None else OptimizerRecord.from_json(data["optimizer"]),
             scheduler=data["scheduler"],
             extra=data["extra"],
-            step=data["step"],
-            num_ranks=data["num_ranks"],
+            step=None if data["step"] is None else _count(data["step"]),
+            num_ranks=_count(data["num_ranks"]),
         )
+        index.check()
+        return index
+
+    def check(self) -> None:
+        """Raise :class:`ValueError`, or what decoding raises, if its entries do not belong together."""
         # Nothing outside of the folder is read, and nothing that has no digest.
-        foreign = [name for name in index.files if name != Path(name).name]
-        foreign += [piece.file for _, record in index.records() for piece in record.pieces if piece.file not in index.files]
+        foreign = [name for name in self.files if name != Path(name).name]
+        foreign += [piece.file for _, record in self.records() for piece in record.pieces if piece.file not in self.files]
         if foreign:
             raise ValueError(f"{foreign[0]!r} is no file of this checkpoint")
-        return index
+        names = [name for first, record in self.tensors.items() for name in (first, *record.aliases)]
+        if len(set(names)) < len(names):
+            raise ValueError("two tensors have one name")
+        places = [(piece.file, piece.key) for _, record in self.records() for piece in record.pieces]
+        if len(set(places)) < len(places):
+            raise ValueError("two pieces are one tensor of a file")
+        if self.optimizer is not None:
+            self.optimizer.check(self.tensors)
+        for value in (self.scheduler, self.extra, *self.extra_states.values()):
+            decode(value)
 
     def write(self, path: Path) -> None:
         """Write it atomically, with a digest of itself."""
@@ -224,13 +261,14 @@ class Index:
         try:
             content = parse_json(path.read_bytes())
             stored = content.pop("sha256")
+            actual = _digest(content)
         except FileNotFoundError:
             raise CheckpointError(
                 f"{path.parent} holds no checkpoint", why=f"there is no {path.name}", hint="the save did not finish"
             ) from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _damaged(path, f"{type(error).__name__}: {error}") from error
-        if stored != _digest(content):
+        if stored != actual:
             raise _damaged(path, "its sha256 is not that of what was written")
         if content.get("format_version") != FORMAT_VERSION:
             raise CheckpointError(
@@ -240,13 +278,38 @@ class Index:
             )
         try:
             return cls.from_json(content)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except Exception as error:  # nothing but the content can be the reason
             raise _damaged(path, f"{type(error).__name__}: {error}") from error
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{value!r} is no count")
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r} is no list")
+    return value
 
 
 def state_key(name: str, key: str) -> str:
     """What a tensor of a parameter's optimizer state is called in files and errors."""
     return f"{name}/{key}"
+
+
+def unused(key: str, taken: Container[str]) -> str:
+    """``key``, with a mark if it is taken: a parameter may be called like another one's state, ``w/exp_avg`` beside ``w``."""
+    while key in taken:
+        key += "'"
+    return key
 
 
 def _merge_records(ours: Mapping[str, TensorRecord], theirs: Mapping[str, TensorRecord]) -> dict[str, TensorRecord]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,21 @@ from shardwright.runtime.checkpoint.holdings import Holding, Holdings
 from shardwright.runtime.checkpoint.index import INDEX_FILE, Index, OptimizerRecord, TensorRecord
 from shardwright.runtime.checkpoint.optimizer_state import (
     NamedState,
+    StateDict,
     group_members,
     group_names,
     listed,
-    load_named_state,
-    read_lacking_masters,
+    state_dict_for,
 )
 from shardwright.runtime.checkpoint.ordering import Groups
 from shardwright.runtime.checkpoint.save import finish_pending
 from shardwright.runtime.checkpoint.state_place import StatePlace, state_places
+from shardwright.runtime.checkpoint.undo import taking, undone_on_error
 from shardwright.runtime.checkpoint.values import decode
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.ranks.world import World, current_world
-from shardwright.runtime.zero.state import MASTER
+from shardwright.runtime.training.optimizer import ParallelOptimizer
+from shardwright.runtime.zero.state import MASTER, load_masters
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,30 +69,26 @@ def load_checkpoint(
         index = Index.read(folder / INDEX_FILE)
         check_complete(folder, index)
         holdings = Holdings.of(module)
-        found = _match(folder, index, holdings)
+        found = [(holding, _exact(index, record, holding)) for holding, record in _match(folder, index, holdings)]
         _check_options(folder, index, optimizer, scheduler)
-        if optimizer is not None and index.optimizer is not None:
-            group_names(optimizer, holdings)
+        _check_groups(folder, index, optimizer, scheduler, holdings)
     _check_left_over(world, folder, index, holdings)
     if verify:
         with together(world):
             check_files(folder, index, sorted(index.files)[world.rank :: world.size])
-    with together(world), Contents(folder, index) as contents:
-        named = None
-        if optimizer is not None and index.optimizer is not None:
-            # First, as it may still be refused.
-            named = _read_state(contents, index.optimizer, optimizer, holdings)
-            load_named_state(optimizer, holdings, named)
-        for holding, record in found:
-            contents.fill(holding.tensor, holding.region, _exact(index, record, holding))
-        if optimizer is not None and named is not None:
-            read_lacking_masters(optimizer, holdings, named)
-        for part in holdings.compiled.values():
-            part.note_loaded()
-        holdings.load_random_states(index.random)
-        holdings.load_extra_states({key: decode(value) for key, value in index.extra_states.items()})
-        if scheduler is not None:
-            scheduler.load_state_dict(decode(index.scheduler))
+    with Contents(folder, index) as contents:
+        with together(world):
+            # Whatever may be refused is found out here, before anything is written.
+            contents.check(record for _, record in found)
+            restored = _restored(contents, holdings, optimizer, scheduler)
+        with undone_on_error(holdings, optimizer, scheduler), together(world):
+            restored.give()
+        with together(world):
+            for holding, record in found:
+                contents.fill(holding.tensor, holding.region, record)
+            restored.give_masters()
+            for part in holdings.compiled.values():
+                part.note_loaded()
     return LoadedCheckpoint(folder, index.step, decode(index.extra))
 
 
@@ -154,6 +153,76 @@ def _check_options(folder: Path, index: Index, optimizer: Optimizer | None, sche
                 why=f"it was saved without {title}=",
                 hint=f"load it without the {title}, which then starts afresh",
             )
+
+
+def _check_groups(folder: Path, index: Index, optimizer: Optimizer | None, scheduler: Any, holdings: Holdings) -> None:
+    """Refuse groups that the optimizer's state, or the scheduler's, does not fit: a scheduler has one value per group, by
+    position.
+    """
+    problem = None
+    if optimizer is not None and index.optimizer is not None:
+        groups = _groups_here(index.optimizer, index, optimizer, holdings)
+        sources = NamedState(groups, {}).sources(group_members(optimizer, holdings))
+        if sources != list(range(len(groups))):
+            problem = f"{len(groups)} groups were saved, and the {len(sources)} here continue those at positions {sources}"
+    there, here = _num_rates(decode(index.scheduler)), _num_rates(vars(scheduler) if hasattr(scheduler, "__dict__") else None)
+    if there is not None and here is not None and there != here:
+        problem = f"it was saved for {there} groups, here are {here}"
+    if scheduler is not None and problem is not None:
+        raise CheckpointError(
+            f"the scheduler in {folder} is of other parameter groups",
+            why=problem,
+            hint="group the parameters as in the run that saved it, or load without scheduler= and make a new one at this step",
+        )
+
+
+def _num_rates(scheduler_state: Any) -> int | None:
+    """For how many groups a scheduler is made, if it says so."""
+    rates = scheduler_state.get("base_lrs") if isinstance(scheduler_state, Mapping) else None
+    return len(rates) if isinstance(rates, list) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Restored:
+    """What is loaded beside the tensors of the module, read and decoded. ``state_dict``: of the optimizer on this rank."""
+
+    holdings: Holdings
+    random: Mapping[str, Mapping[str, int]]
+    extra_states: Mapping[str, Any]
+    optimizer: Optimizer | None
+    state_dict: StateDict
+    scheduler: Any
+    scheduler_state: Any
+
+    def give(self) -> None:
+        """Load all of it but masters. Classes of the user may refuse theirs."""
+        if isinstance(self.optimizer, ParallelOptimizer):
+            with taking("the optimizer"):
+                self.optimizer.load_all_but_masters(self.state_dict)
+        elif self.optimizer is not None:
+            with taking("the optimizer"):
+                self.optimizer.load_state_dict(self.state_dict)
+        with taking("a module with an extra state"):
+            self.holdings.load_extra_states(self.extra_states)
+        self.holdings.load_random_states(self.random)
+        if self.scheduler is not None:
+            with taking("the scheduler"):
+                self.scheduler.load_state_dict(self.scheduler_state)
+
+    def give_masters(self) -> None:
+        """Load masters; those that were not saved are the parameters, which have their values by now."""
+        if isinstance(self.optimizer, ParallelOptimizer):
+            load_masters(self.state_dict, self.optimizer)
+
+
+def _restored(contents: Contents, holdings: Holdings, optimizer: Optimizer | None, scheduler: Any) -> _Restored:
+    index, state_dict = contents.index, {}
+    if optimizer is not None and index.optimizer is not None:
+        named = _read_state(contents, index.optimizer, optimizer, holdings)
+        state_dict = state_dict_for(optimizer, holdings, named)
+    extra_states = {key: decode(value) for key, value in index.extra_states.items()}
+    state = decode(index.scheduler)
+    return _Restored(holdings, index.random, extra_states, optimizer, state_dict, scheduler, state)
 
 
 def _read_state(contents: Contents, record: OptimizerRecord, optimizer: Optimizer, holdings: Holdings) -> NamedState:

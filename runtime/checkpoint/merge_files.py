@@ -17,7 +17,15 @@ from typing import Any
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.checkpoint.contents import Contents, check_complete, check_files
 from shardwright.runtime.checkpoint.folders import find_folder, sync_folder
-from shardwright.runtime.checkpoint.index import INDEX_FILE, Index, OptimizerRecord, PieceRecord, TensorRecord, state_key
+from shardwright.runtime.checkpoint.index import (
+    INDEX_FILE,
+    Index,
+    OptimizerRecord,
+    PieceRecord,
+    TensorRecord,
+    state_key,
+    unused,
+)
 from shardwright.runtime.checkpoint.merged import set_random_states
 from shardwright.runtime.checkpoint.optimizer_state import NamedState, StateDict
 from shardwright.runtime.checkpoint.tensor_files import FileRecord, TensorSource, write_tensors
@@ -118,17 +126,29 @@ def _merge_into(folder: Path, contents: Contents, max_file_bytes: int | None) ->
     tensors = {name: _in_one_piece(record, name, where) for name, record in index.tensors.items()}
     optimizer = index.optimizer
     if optimizer is not None:
-        states = {
-            state_key(name, key): record for name, records in optimizer.tensors.items() for key, record in records.items()
-        }
+        keys = _keys_in_file(optimizer)
+        states = {keys[name, key]: optimizer.tensors[name][key] for name, key in keys}
         more_files, where = _write_files(folder, OPTIMIZER_STEM, contents, states, max_file_bytes, {})
         files |= more_files
         moved = {
-            name: {key: _in_one_piece(record, state_key(name, key), where) for key, record in records.items()}
+            name: {key: _in_one_piece(record, keys[name, key], where) for key, record in records.items()}
             for name, records in optimizer.tensors.items()
         }
         optimizer = replace(optimizer, tensors=moved)
     return replace(index, tensors=tensors, files=files, optimizer=optimizer, num_ranks=1)
+
+
+def _keys_in_file(optimizer: OptimizerRecord) -> dict[tuple[str, str], str]:
+    """What each tensor of the state is called in the file. Of two that would be called alike, as ``x/y`` of ``w`` and ``y`` of
+    ``w/x``, the second one gets a mark; the index says which is which.
+    """
+    keys: dict[tuple[str, str], str] = {}
+    taken: set[str] = set()
+    for name, records in optimizer.tensors.items():
+        for key in records:
+            keys[name, key] = unused(state_key(name, key), taken)
+            taken.add(keys[name, key])
+    return keys
 
 
 def _in_one_piece(record: TensorRecord, key: str, where: Mapping[str, str]) -> TensorRecord:

@@ -20,13 +20,13 @@ from shardwright.runtime.checkpoint.optimizer_state import (
     group_members,
     group_names,
     listed,
-    load_named_state,
+    state_dict_for,
 )
 from shardwright.runtime.checkpoint.ordering import ordered_groups, reordered, united, united_groups
 from shardwright.runtime.checkpoint.state_place import PARAM_SHARDS, Bounds, StatePlace, state_places
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.layout import Layout, Mesh
-from shardwright.runtime.regions import Region, copy_shared
+from shardwright.runtime.regions import Region, copy_shared, num_covered
 from shardwright.runtime.zero.state import MASTER
 from shardwright.runtime.zero.wholes import WHOLE
 
@@ -86,13 +86,16 @@ def load_merged_state_dicts(
         module.to(device)
     holdings = Holdings.of(module)
     values = _values_for(holdings, module_state_dict)
-    named = None if optimizer is None else _named_by_number(optimizer, holdings, optimizer_state_dict)
+    own_state = None
+    if optimizer is not None:
+        named = _named_by_number(optimizer, holdings, optimizer_state_dict)
+        own_state = state_dict_for(optimizer, holdings, _cut_state(named, state_places(optimizer, holdings)))
     for holding, value in values:
         copy_shared(holding.tensor, holding.region, value, Region.whole(holding.shape))
     holdings.load_extra_states(module_state_dict)
     holdings.load_random_states(getattr(module_state_dict, "_metadata", {}).get(RANDOM, {}))
-    if optimizer is not None and named is not None:
-        load_named_state(optimizer, holdings, _cut_state(named, state_places(optimizer, holdings)))
+    if optimizer is not None and own_state is not None:
+        optimizer.load_state_dict(own_state)
 
 
 load_merged_state_dict = load_merged_state_dicts
@@ -154,21 +157,22 @@ class _RankState:
 
 
 class _Assembly:
-    """Whole tensors in the making, by name."""
+    """Whole tensors in the making, by name, or by the name of the parameter and the key of its state."""
 
     def __init__(self) -> None:
-        self.wholes: dict[str, Tensor] = {}
-        self._seen: dict[str, set[Region]] = {}
-        self._filled: dict[str, Tensor] = {}
+        self.wholes: dict[tuple[str, ...], Tensor] = {}
+        self._seen: dict[tuple[str, ...], set[Region]] = {}
+        self._covered: dict[tuple[str, ...], dict[Region, None]] = {}
+        self._shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
 
-    def add(self, name: str, value: Tensor, shape: tuple[int, ...], region: Region) -> None:
+    def add(self, name: tuple[str, ...], value: Tensor, shape: tuple[int, ...], region: Region) -> None:
         """Copy a piece into its place, unless it is a copy of one that was added before.
 
         Pieces may overlap: of parameters that lie in copies, ranks with other neighbours in a bucket split the state elsewhere.
         """
         if tuple(value.shape) != region.shape:
             raise CheckpointError(
-                f"{name!r} has another shape than its layout says",
+                f"{'/'.join(name)!r} has another shape than its layout says",
                 why=f"the state dict holds {list(value.shape)}, the layout gives {list(region.shape)}",
             )
         seen = self._seen.setdefault(name, set())
@@ -179,21 +183,21 @@ class _Assembly:
         copy_shared(whole, Region.whole(shape), value, region)
         self.cover(name, shape, (region,))
 
-    def cover(self, name: str, shape: tuple[int, ...], regions: Iterable[Region]) -> None:
+    def cover(self, name: tuple[str, ...], shape: tuple[int, ...], regions: Iterable[Region]) -> None:
         """Take note that these elements are there, of a tensor that must be there as a whole."""
-        filled = self._filled.setdefault(name, torch.zeros(shape, dtype=torch.bool))
-        for region in regions:
-            copy_shared(filled, Region.whole(shape), torch.ones((), dtype=torch.bool).expand(region.shape), region)
+        self._shapes[name] = shape
+        self._covered.setdefault(name, {}).update(dict.fromkeys(regions))
 
     def finish(self, hint: str) -> None:
         """Raise :class:`CheckpointError` if pieces are missing."""
-        missing = [(name, filled) for name, filled in self._filled.items() if not filled.all()]
-        if missing:
-            raise CheckpointError(
-                "the state dicts do not cover the whole model",
-                why=listed([f"{filled.sum()} of {filled.numel()} elements of {name!r}" for name, filled in missing]),
-                hint=hint,
-            )
+        problems = []
+        for name, regions in self._covered.items():
+            whole = Region.whole(self._shapes[name])
+            found = num_covered([whole], list(regions))
+            if found < whole.num_elements:
+                problems.append(f"{found} of {whole.num_elements} elements of {'/'.join(name)!r}")
+        if problems:
+            raise CheckpointError("the state dicts do not cover the whole model", why=listed(problems), hint=hint)
 
 
 def is_plan(key: str, value: Any) -> bool:
@@ -221,7 +225,7 @@ def _merge_modules(ranks: Sequence[_RankState]) -> StateDict:
             if value.numel():
                 tied.setdefault(name, first_names.setdefault(identity, name))
             shape, region = rank.place(name, tuple(value.shape))
-            assembly.add(name, value, shape, region)
+            assembly.add((name,), value, shape, region)
         others = {**rank.others(), **others}
         names = united(names, tuple(name for name in rank.state if not is_plan(name, rank.state[name])))
     assembly.finish("pass the state dicts of all ranks of a unit")
@@ -229,7 +233,8 @@ def _merge_modules(ranks: Sequence[_RankState]) -> StateDict:
         names = tuple(reordered(names, order))
     result: StateDict = OrderedDict()
     for name in names:
-        result[name] = assembly.wholes[tied.get(name, name)] if name in assembly.wholes else others[name]
+        whole = assembly.wholes.get((tied.get(name, name),))
+        result[name] = others[name] if whole is None else whole
     random: dict[str, Mapping[str, int]] = {}
     for rank in ranks:
         random = {**rank.random, **random}
@@ -250,7 +255,7 @@ def _merge_optimizers(ranks: Sequence[tuple[_RankState, Mapping[str, Any]]], ord
         # A parameter without state may have none anywhere, or lie on a rank that was left out.
         for name in bounds:
             place = rank.state_place(name, shapes, bounds[name])
-            assembly.cover(name, place.shape, place.regions)
+            assembly.cover((name,), place.shape, place.regions)
         for name, entries in named.state.items():
             place = rank.state_place(name, shapes, bounds.get(name))
             if place.is_empty or rank.has_copy(name):
@@ -258,8 +263,8 @@ def _merge_optimizers(ranks: Sequence[tuple[_RankState, Mapping[str, Any]]], ord
             for key, value in entries.items():
                 if place.is_like_parameter(key, value):
                     for view, region in place.views(value):
-                        assembly.add(f"{name}/{key}", view, place.shape, region)
-                    value = assembly.wholes[f"{name}/{key}"]
+                        assembly.add((name, key), view, place.shape, region)
+                    value = assembly.wholes[name, key]
                 elif isinstance(value, Tensor):
                     value = value.detach().to("cpu", copy=True)
                 state.setdefault(name, {}).setdefault(key, value)

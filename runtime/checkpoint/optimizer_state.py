@@ -13,7 +13,6 @@ from shardwright.runtime.checkpoint.ordering import Groups
 from shardwright.runtime.checkpoint.state_place import PARAM_SHARDS, shards_of, state_places
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.zero.state import MASTER
-from shardwright.runtime.zero.wholes import WholeParameter
 
 StateDict = dict[str, Any]
 
@@ -140,12 +139,14 @@ def named_state(optimizer: Optimizer, holdings: Holdings) -> NamedState:
     return NamedState.of(optimizer.state_dict(), group_names(optimizer, holdings))
 
 
-def load_named_state(optimizer: Optimizer, holdings: Holdings, state: NamedState, members: GroupNames | None = None) -> None:
-    """Give ``optimizer`` the state, in which tensors are this rank's pieces. They become the optimizer's own.
+def state_dict_for(optimizer: Optimizer, holdings: Holdings, state: NamedState, members: GroupNames | None = None) -> StateDict:
+    """What ``optimizer`` can load of the state, in which tensors are this rank's pieces. They become the optimizer's own.
 
     ``members``: the names that the groups of ``state`` have to have (default: those of the optimizer's on all ranks).
 
     Masters that ``state`` lacks are the parameters as they are then. Those that ``optimizer`` has no place for are left out.
+
+    Raises :class:`CheckpointError` if the state is of other parameters, or of others in one group.
     """
     names, places = group_names(optimizer, holdings), state_places(optimizer, holdings)
     copies = {holding.name for holding in holdings.tensors if holding.is_copy}
@@ -164,16 +165,7 @@ def load_named_state(optimizer: Optimizer, holdings: Holdings, state: NamedState
     for group, own in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
         if PARAM_SHARDS in own:
             group[PARAM_SHARDS] = own[PARAM_SHARDS]
-    optimizer.load_state_dict(state_dict)
-
-
-def read_lacking_masters(optimizer: Optimizer, holdings: Holdings, state: NamedState) -> None:
-    """Masters that ``state`` lacks are the parameters as they are now."""
-    names = {id(holding.tensor): holding.name for holding in holdings.tensors}
-    for shard in shards_of(optimizer):
-        has_master = shard.has_master if isinstance(shard, WholeParameter) else not shard.is_view
-        if has_master and MASTER not in state.state.get(names[id(shard.parameter)], {}):
-            shard.read()
+    return state_dict
 
 
 MAX_LISTED = 20

@@ -7,7 +7,11 @@ background thread without communicating, and a rank that is killed at any moment
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import logging
 import operator
+import sys
 import threading
 import time
 import weakref
@@ -23,11 +27,30 @@ from torch.optim import Optimizer
 
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.checkpoint.agreement import together
-from shardwright.runtime.checkpoint.folders import make_current, make_folder, prune, sync_folder
+from shardwright.runtime.checkpoint.contents import check_complete
+from shardwright.runtime.checkpoint.folders import (
+    is_current,
+    make_current,
+    make_folder,
+    next_number,
+    prune,
+    remove_folder,
+    remove_unfinished,
+    sync_folder,
+)
 from shardwright.runtime.checkpoint.holdings import Holding, Holdings
-from shardwright.runtime.checkpoint.index import INDEX_FILE, Index, OptimizerRecord, PieceRecord, TensorRecord, state_key
+from shardwright.runtime.checkpoint.index import (
+    INDEX_FILE,
+    Index,
+    OptimizerRecord,
+    PieceRecord,
+    TensorRecord,
+    state_key,
+    unused,
+)
 from shardwright.runtime.checkpoint.optimizer_state import named_state
 from shardwright.runtime.checkpoint.ordering import ordered_groups, reordered
+from shardwright.runtime.checkpoint.owner import claim
 from shardwright.runtime.checkpoint.state_place import StatePlace, state_places
 from shardwright.runtime.checkpoint.tensor_files import TensorSource, check_dtype, write_tensors
 from shardwright.runtime.checkpoint.values import encode
@@ -38,10 +61,18 @@ from shardwright.runtime.swap import write_file, writing
 
 WRITE_HINT = "another directory, or room and permission to write there"
 
-PATIENCE_S = 1800.0
-"""How long rank 0 waits in the background for files of other ranks after the last one came."""
+PATIENCE_S = 120.0
+"""How long rank 0 waits in the background without a sign of life of a rank whose files it needs."""
+
+_BEAT_S = 5.0
+"""How often a rank that writes gives one."""
 
 _POLL_S = 0.05
+
+_SAYS_AFTER_S = 5.0
+"""When a process that could end says what it waits for."""
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointSave:
@@ -70,11 +101,13 @@ class CheckpointSave:
                 self._thread.join()
             self._is_waited_for = True
             _pending.pop(self._world, None)
+            _unfinished.discard(self)
             try:
                 with together(self._world):
                     self._raise_own()
             except Exception as error:  # of another rank, too: a second call is told the same
                 self._error = error
+                self._remove()
         self._raise_own()
         return self.folder
 
@@ -84,28 +117,68 @@ class CheckpointSave:
 
     def _run(self) -> None:
         """All of it on this rank."""
-        with together(self._world):
-            self._write_own()
-        with together(self._world):
-            if self._world.rank == 0:
-                self._commit()
         self._is_waited_for = True
+        try:
+            with together(self._world):
+                self._write_own()
+            with together(self._world):
+                if self._world.rank == 0:
+                    self._commit()
+        except Exception:
+            self._remove()
+            raise
+
+    def _remove(self) -> None:
+        """Delete what a failed save has written, on rank 0, when no rank writes any more: its room may be missed."""
+        if self._world.rank == 0 and not is_current(self.folder):
+            with contextlib.suppress(OSError):
+                remove_folder(self.folder)
 
     def _start(self) -> None:
         """All of it in the background."""
         _pending[self._world] = self
-        self._thread = threading.Thread(target=self._run_in_background, name=f"save {self.folder.name}")
+        _unfinished.add(self)
+        # Both threads begin here: an interpreter that is about to end starts none.
+        self._beat = _Beat(self.folder / _alive_file(self._world.rank))
+        # A daemon, as others are waited for without an end that is near: see _finish_at_exit for how the process ends.
+        self._thread = threading.Thread(target=self._run_in_background, name=f"save {self.folder.name}", daemon=True)
         self._thread.start()
 
     def _run_in_background(self) -> None:
         try:
-            self._write_own()
+            try:
+                self._write_own()
+            finally:
+                self._beat.stop()
             if self._world.rank == 0:
                 self._await_others()
                 self._commit()
         except Exception as error:
             self._error = error
             self._tell_failure(error)
+            # Nobody may ever wait for it.
+            logger.error("rank %d: the checkpoint %s was not saved: %s", self._world.rank, self.folder, error)
+
+    def _finish_at_exit(self) -> None:
+        """Let the files be written before the process ends, and say what has come of it. No communication."""
+        assert self._thread is not None
+        self._thread.join(_SAYS_AFTER_S)
+        if self._thread.is_alive():
+            print(f"shardwright: rank {self._world.rank} waits for {self._waits_for()} before it ends", file=sys.stderr)
+            self._thread.join()
+        if self._error is not None:
+            print(
+                f"shardwright: rank {self._world.rank} could not save the last checkpoint, {self.folder}; it was not asked "
+                f"for the result, so it says so here\n{self._error}",
+                file=sys.stderr,
+            )
+            self._remove()
+
+    def _waits_for(self) -> str:
+        lacking = [rank for rank in range(self._world.size) if not (self.folder / _part_file(rank)).exists()]
+        if self._world.rank in lacking or not lacking:
+            return f"its own part of the checkpoint {self.folder}"
+        return f"the parts of ranks {lacking} of the checkpoint {self.folder}"
 
     def _write_own(self) -> None:
         assert self._snapshot is not None
@@ -125,22 +198,30 @@ class CheckpointSave:
             return  # rank 0 runs out of patience instead; this rank's own error surfaces either way
 
     def _await_others(self) -> None:
-        waiting, deadline = set(range(self._world.size)), time.monotonic() + PATIENCE_S
+        """Return when the parts of all ranks are there. A rank that works gives signs of life, so that a large part may take
+        its time and a dead rank is noticed.
+        """
+        waiting = set(range(self._world.size))
+        heard = dict.fromkeys(waiting, (0, time.monotonic()))  # the last sign of each rank, and when it was seen
         while True:
             failed = next((rank for rank in waiting if (self.folder / _failure_file(rank)).exists()), None)
             if failed is not None:
                 text = (self.folder / _failure_file(failed)).read_text()
                 raise CheckpointError(f"rank {failed} could not save its part of {self.folder}", why=text)
-            come = {rank for rank in waiting if (self.folder / _part_file(rank)).exists()}
-            if come:
-                waiting, deadline = waiting - come, time.monotonic() + PATIENCE_S
+            waiting -= {rank for rank in waiting if (self.folder / _part_file(rank)).exists()}
             if not waiting:
                 return
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            for rank in waiting:
+                sign = _last_sign(self.folder / _alive_file(rank))
+                if sign != heard[rank][0]:
+                    heard[rank] = sign, now
+            silent = sorted(rank for rank in waiting if now - heard[rank][1] > PATIENCE_S)
+            if silent:
                 raise CheckpointError(
                     f"{self.folder} is incomplete",
-                    why=f"after {PATIENCE_S:.0f} s nothing has come from ranks {sorted(waiting)}",
-                    hint="the directory must be on a file system that all ranks share",
+                    why=f"for {PATIENCE_S:.0f} s there was no sign of life of ranks {silent}, whose parts are missing",
+                    hint="see whether their processes have ended; the directory must be on a file system that all ranks share",
                 )
             time.sleep(_POLL_S)
 
@@ -153,12 +234,12 @@ class CheckpointSave:
         if optimizer is not None and parts[0].optimizer is not None:
             groups = ordered_groups(optimizer.groups, parts[0].optimizer.groups, self._order)
             index = replace(index, optimizer=replace(optimizer, groups=groups))
-        missing = [name for name, record in index.records() if not record.is_complete]
-        assert not missing, f"no rank owns all of {missing}"
+        check_complete(self.folder, index)
         index.write(self.folder / INDEX_FILE)
         make_current(self.folder)
         for rank in range(self._world.size):
             (self.folder / _part_file(rank)).unlink()
+            (self.folder / _alive_file(rank)).unlink(missing_ok=True)
         if self._keep is not None:
             prune(self.folder, self._keep)
 
@@ -201,7 +282,11 @@ def save_checkpoint(
             snapshot = snapshot.on_host()
         if world.rank == 0:
             with writing("a checkpoint", directory, WRITE_HINT):
-                folder = make_folder(directory, step)
+                directory.mkdir(parents=True, exist_ok=True)
+                claim(directory)
+                number = next_number(directory)
+                remove_unfinished(directory, {save.folder for save in _unfinished})
+                folder = make_folder(directory, number, step)
     name = world.broadcast_object(None if folder is None else folder.name)
     with together(world):
         if not (directory / name).is_dir():
@@ -233,6 +318,43 @@ def finish_pending(world: World) -> None:
     pending = _pending.get(world)
     if pending is not None:
         pending.wait()
+
+
+_unfinished: set[CheckpointSave] = set()
+"""The asynchronous saves of this process that nobody has waited for."""
+
+
+@atexit.register
+def _finish_all_at_exit() -> None:
+    for save in list(_unfinished):
+        save._finish_at_exit()
+
+
+class _Beat:
+    """Touches a file again and again, so that others see that this process lives."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"signs of life {path.parent.name}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Return when the file is touched no more."""
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._done.wait(_BEAT_S):
+            with contextlib.suppress(OSError):  # the save itself will say what is wrong with the disk
+                self._path.write_text(str(time.monotonic_ns()))
+
+
+def _last_sign(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 _pending: weakref.WeakKeyDictionary[World, CheckpointSave] = weakref.WeakKeyDictionary()
@@ -286,7 +408,7 @@ def _add_piece(sources: dict[str, TensorSource], file: str, key: str, value: Ten
     check_dtype(key, value.dtype)
     if not value.numel():
         return ()
-    assert key not in sources, f"two tensors are called {key!r}"
+    key = unused(key, sources)
     sources[key] = _source(value.detach())
     return (PieceRecord(file, key, region),)
 
@@ -340,6 +462,10 @@ def _tensor_file(rank: int) -> str:
 
 def _part_file(rank: int) -> str:
     return f"rank-{rank:05d}.json"
+
+
+def _alive_file(rank: int) -> str:
+    return f"rank-{rank:05d}.alive"
 
 
 def _failure_file(rank: int) -> str:

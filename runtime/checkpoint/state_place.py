@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from shardwright.runtime.checkpoint.holdings import Holding, Holdings
 from shardwright.runtime.errors import CheckpointError
-from shardwright.runtime.regions import Region, shared_elements
+from shardwright.runtime.regions import Region
 from shardwright.runtime.zero.shards import ParameterShard
 from shardwright.runtime.zero.wholes import WholeParameter
 
@@ -112,11 +112,6 @@ class StatePlace:
                 hint="state of a parameter that is split over ranks must have the shape of the piece, or be a single number",
             )
         return False
-
-
-def num_shared(a: tuple[Region, ...], b: tuple[Region, ...]) -> int:
-    """How many elements two lists of disjoint regions have in common."""
-    return sum(shared_elements(one, other) for one in a for other in b)
 
 
 def shards_of(optimizer: Optimizer) -> tuple[ParameterShard | WholeParameter, ...]:

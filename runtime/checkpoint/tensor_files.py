@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shardwright.runtime.checkpoint.tensor_bytes import bytes_of
 from shardwright.runtime.errors import CheckpointError
+from shardwright.runtime.file_digests import ChunkDigests, ChunkHasher
 
 CODES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -68,10 +69,13 @@ class TensorSource:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a file must be: its length in bytes and its hex sha256."""
+    """What a file must be: its length in bytes and its hex sha256. ``chunks``: also of its chunks, where it was written just
+    now; checkpoints are checked as whole files.
+    """
 
     num_bytes: int
     sha256: str
+    chunks: ChunkDigests | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {"bytes": self.num_bytes, "sha256": self.sha256}
@@ -105,40 +109,50 @@ def digest_file(path: Path) -> str:
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, TensorSource], metadata: Mapping[str, str] | None = None, *, flushes: bool = True
+    path: Path,
+    tensors: Mapping[str, TensorSource],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    flushes: bool = True,
+    chunked: bool = False,
 ) -> FileRecord:
     """Write a safetensors file. One tensor at a time is in memory. ``flushes``: it is on the disk when this returns.
+    ``chunked``: take the digests of its chunks too.
 
     Raises :class:`CheckpointError` for a dtype that safetensors does not have.
     """
     digest, num_bytes = hashlib.sha256(), 0
+    header = _header(tensors, metadata or {})
+    chunks = ChunkHasher(sum(map(len, header)) + sum(source.num_bytes for source in tensors.values())) if chunked else None
     with path.open("wb") as file:
-        for data in _contents(tensors, metadata or {}):
+        for data in _contents(tensors, header):
             for start in range(0, len(data), CHUNK_BYTES):
-                digest.update(data[start : start + CHUNK_BYTES])
-                file.write(data[start : start + CHUNK_BYTES])
+                part = data[start : start + CHUNK_BYTES]
+                digest.update(part)
+                if chunks is not None:
+                    chunks.update(part)
+                file.write(part)
             num_bytes += len(data)
-            del data  # before the next tensor is read
+            data = part = memoryview(b"")  # before the next tensor is read
         if flushes:
             file.flush()
             os.fsync(file.fileno())
-    return FileRecord(num_bytes, digest.hexdigest())
+    return FileRecord(num_bytes, digest.hexdigest(), chunks.finish() if chunks is not None else None)
 
 
 def digest_tensors(tensors: Mapping[str, TensorSource]) -> str:
     """The hex sha256 of the file that :func:`write_tensors` would write."""
     digest = hashlib.sha256()
-    for data in _contents(tensors, {}):
+    for data in _contents(tensors, _header(tensors, {})):
         digest.update(data)
     return digest.hexdigest()
 
 
-def _contents(tensors: Mapping[str, TensorSource], metadata: Mapping[str, str]) -> Iterator[memoryview]:
-    """The length of the header, the header, then the data of each tensor, larger elements first so that all are aligned."""
-    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+def _header(tensors: Mapping[str, TensorSource], metadata: Mapping[str, str]) -> tuple[bytes, bytes]:
+    """The length of the header, and the header."""
     header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
-    for name in names:
+    for name in _in_file_order(tensors):
         source = tensors[name]
         check_dtype(name, source.dtype)
         offsets = [offset, offset + source.num_bytes]
@@ -146,10 +160,37 @@ def _contents(tensors: Mapping[str, TensorSource], metadata: Mapping[str, str]) 
         offset += source.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    yield memoryview(len(text).to_bytes(8, "little"))
-    yield memoryview(text)
-    for name in names:
+    return len(text).to_bytes(8, "little"), text
+
+
+def _contents(tensors: Mapping[str, TensorSource], header: tuple[bytes, bytes]) -> Iterator[memoryview]:
+    """The header, then the data of each tensor."""
+    yield from map(memoryview, header)
+    for name in _in_file_order(tensors):
         yield tensors[name].data()
+
+
+def _in_file_order(tensors: Mapping[str, TensorSource]) -> list[str]:
+    """Larger elements first, so that all are aligned."""
+    return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+
+
+def header_bytes(path: Path) -> int:
+    """Where the header of a safetensors file ends, and the data begins."""
+    with path.open("rb") as file:
+        return min(8 + int.from_bytes(file.read(8), "little"), path.stat().st_size)
+
+
+def byte_ranges(path: Path) -> dict[str, tuple[int, int]]:
+    """The bytes of each tensor of a safetensors file, from the start of the file.
+
+    Raises ``ValueError``, ``KeyError`` or ``TypeError`` where the file is none.
+    """
+    start = header_bytes(path)
+    with path.open("rb") as file:
+        header = json.loads(file.read(start)[8:])
+    places = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    return {name: (start + first, start + last) for name, (first, last) in places.items()}
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
@@ -181,16 +222,28 @@ class MappedFiles:
 
         Raises :class:`CheckpointError` if the file is no safetensors file or lacks the tensor.
         """
-        handle = self._handle(file)
-        if key not in handle.keys():  # noqa: SIM118  (a handle is no mapping)
-            raise CheckpointError(f"{self.folder / file} does not hold {key!r}", why="its index says that it does")
-        tensor: Tensor = handle.get_tensor(key)
+        tensor: Tensor = self._checked(file, key).get_tensor(key)
         return tensor
+
+    def kind(self, file: str, key: str) -> tuple[tuple[int, ...], torch.dtype | None]:
+        """The shape and the dtype of a tensor of a file, as the header has it; no values are read.
+
+        Raises :class:`CheckpointError` if the file is no safetensors file or lacks the tensor.
+        """
+        handle = self._checked(file, key).get_slice(key)
+        code = str(handle.get_dtype())
+        return tuple(handle.get_shape()), next((dtype for dtype, name in CODES.items() if name == code), None)
 
     def shapes(self, file: str) -> dict[str, tuple[int, ...]]:
         """The tensors of a file and their shapes."""
         handle = self._handle(file)
         return {key: tuple(handle.get_slice(key).get_shape()) for key in handle.keys()}  # noqa: SIM118
+
+    def _checked(self, file: str, key: str) -> Any:
+        handle = self._handle(file)
+        if key not in handle.keys():  # noqa: SIM118  (a handle is no mapping)
+            raise CheckpointError(f"{self.folder / file} does not hold {key!r}", why="its index says that it does")
+        return handle
 
     def _handle(self, file: str) -> Any:
         if file not in self._handles:

@@ -62,7 +62,7 @@ def encode(value: Any, path: str) -> Any:
 
 
 def decode(data: Any) -> Any:
-    """The reverse of :func:`encode`; ``KeyError``, ``ValueError`` or ``TypeError`` where it is not one."""
+    """The reverse of :func:`encode`; ``KeyError``, ``ValueError``, ``TypeError`` or ``RuntimeError`` where it is not one."""
     if isinstance(data, list):
         return [decode(item) for item in data]
     if not isinstance(data, dict):

@@ -41,6 +41,7 @@ from shardwright.runtime.arguments import checked
 from shardwright.runtime.autocast import as_compiled
 from shardwright.runtime.config import CHECK_RANKS_EVERY
 from shardwright.runtime.errors import DistributedError, InputError, UsageError, format_error
+from shardwright.runtime.file_digests import ChunkDigests
 from shardwright.runtime.gathered_weights import WeightGathering
 from shardwright.runtime.layout import ZERO, Cut, Layout
 from shardwright.runtime.left_out import LeftOut
@@ -80,7 +81,8 @@ class ParallelModule(CompiledModule):
     are drawn. ``joined_axes``: the sets of axes that one adapter goes over. ``gathers_weights``: some parameters are stored
     in pieces and used whole; ``zero``: over how many units. With ``end2end`` the module is called by :meth:`train_step` and
     :meth:`infer_step` only; ``arguments`` are those that a sample gives. ``autocast``: the dtype of the autocast block that
-    the module was compiled in, if any, see :mod:`shardwright.runtime.autocast`.
+    the module was compiled in, if any, see :mod:`shardwright.runtime.autocast`. ``weight_digests``: what the files of initial
+    values must be; the loader sets it.
 
     Constructing one is collective: all ranks of the world do it, in the same order. With ``init_params`` the tensors get
     the values the model was compiled with. Without, parameters and persistent buffers are uninitialised and wait for
@@ -101,6 +103,7 @@ class ParallelModule(CompiledModule):
     arguments: ClassVar[Sequence[str]] = ()
     autocast: ClassVar[torch.dtype | None] = None
     is_called: ClassVar[bool] = True
+    weight_digests: ClassVar[Mapping[str, ChunkDigests]] = {}
 
     _declarations: dict[str, Declaration]
     _places: dict[str, tuple[Place, ...]]
@@ -201,7 +204,7 @@ class ParallelModule(CompiledModule):
         self._declarations[declaration.name] = declaration
 
     def _make_tensors(self, init_params: bool) -> None:
-        with WeightFiles(generated_directory(type(self))) as files:
+        with WeightFiles(generated_directory(type(self)), self.weight_digests) as files:
             for declaration in self._declarations.values():
                 ranks = self.ranks_of(declaration)
                 if init_params or not declaration.is_initial_weight:

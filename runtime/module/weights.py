@@ -6,7 +6,7 @@ holds what no checkpoint restores (non-persistent buffers and captured constants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from shardwright.runtime.checkpoint.tensor_files import byte_ranges, header_bytes
 from shardwright.runtime.errors import LoadError
+from shardwright.runtime.file_digests import CheckedFile, ChunkDigests
 from shardwright.runtime.layout import Coords, Mesh
 from shardwright.runtime.module.declarations import Declaration
 
@@ -25,24 +27,44 @@ CONSTANTS_FILE = "constants.safetensors"
 
 
 class WeightFiles:
-    """The weight files of one directory, open while the ``with`` block lasts. A missing file is one without tensors."""
+    """The weight files of one directory, open while the ``with`` block lasts. A missing file is one without tensors.
 
-    def __init__(self, directory: Path) -> None:
+    ``digests``: by file, those of its chunks; whatever is read is compared with them before. A file without any is taken as
+    it is: somebody has put it there.
+    """
+
+    def __init__(self, directory: Path, digests: Mapping[str, ChunkDigests] | None = None) -> None:
         self.directory = directory
+        self._digests = digests or {}
         self._stack = ExitStack()
         self._handles: dict[str, Any] = {}
+        self._checked: dict[str, tuple[CheckedFile, int, int]] = {}  # by tensor: its file, and its bytes there
 
     def __enter__(self) -> WeightFiles:
         for name in (CONSTANTS_FILE, WEIGHTS_FILE):
             path = self.directory / name
             if path.exists():
                 try:
+                    if name in self._digests:
+                        self._open_checked(path, self._digests[name])
                     handle = self._stack.enter_context(safe_open(path, framework="pt"))
+                except LoadError:
+                    self._stack.close()
+                    raise
                 except Exception as error:
+                    self._stack.close()
                     hint = "compile again with reuse='override'"
                     raise LoadError(f"{path} cannot be read", why=str(error), hint=hint) from error
                 self._handles.update(dict.fromkeys(handle.keys(), handle))
         return self
+
+    def _open_checked(self, path: Path, digests: ChunkDigests) -> None:
+        """Check the header, which says where everything is, and note it."""
+        file = CheckedFile(path, digests)
+        self._stack.callback(file.close)
+        file.check(0, 8)
+        file.check(0, header_bytes(path))
+        self._checked.update({name: (file, start, stop) for name, (start, stop) in byte_ranges(path).items()})
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stack.close()
@@ -50,7 +72,7 @@ class WeightFiles:
     def read(self, declaration: Declaration, mesh: Mesh, coords: Coords) -> Tensor:
         """The piece of one tensor at ``coords``, in memory of its own. The file is mapped: other pieces are not read.
 
-        Raises :class:`LoadError` if the files lack the tensor, or hold another one under its name.
+        Raises :class:`LoadError` if the files lack the tensor, hold another one under its name, or were altered there.
         """
         name, layout = declaration.name, declaration.layout
         if name not in self._handles:
@@ -71,6 +93,7 @@ class WeightFiles:
         runs = [layout.runs(dim, mesh, coords) for dim in range(len(layout.dims))]
         if not all(runs):
             return torch.empty(layout.local_shape(mesh, coords), dtype=declaration.dtype)
+        self._check(name, layout.shape, runs)
         value = _read_runs(stored, runs, ())
         if value.dtype != declaration.dtype:
             raise LoadError(
@@ -79,6 +102,18 @@ class WeightFiles:
                 hint="compile again with reuse='override'",
             )
         return value
+
+    def _check(self, name: str, shape: Sequence[int], runs: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Compare what is about to be read with its digests: of a tensor that is cut by rows these rows, else all of it."""
+        if name not in self._checked:
+            return
+        file, first, last = self._checked[name]
+        if not shape:
+            file.check(first, last)
+            return
+        row_bytes = (last - first) // shape[0]
+        for start, stop in runs[0]:
+            file.check(first + start * row_bytes, first + stop * row_bytes)
 
     def _why_missing(self, declaration: Declaration) -> str:
         if not (self.directory / WEIGHTS_FILE).exists():

@@ -195,9 +195,13 @@ class ParallelOptimizer(Optimizer):
 
         Raises :class:`CheckpointError` if it is the state of other shards.
         """
+        self.load_all_but_masters(state_dict)
+        load_masters(state_dict, self)
+
+    def load_all_but_masters(self, state_dict: dict[str, Any]) -> None:
+        """Load what the user's optimizer has made; what is updated stays as it is."""
         self._gathering.finish()
         super().load_state_dict(without_masters(state_dict, self))
-        load_masters(state_dict, self)
 
     @checked
     def add_param_group(self, param_group: dict[str, Any]) -> None:

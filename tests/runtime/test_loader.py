@@ -7,16 +7,21 @@ import linecache
 import sys
 import traceback
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
-from mlp_files import make_batch, make_model, write_files
+from mlp_files import declarations, make_batch, make_model, write_files
+from safetensors.torch import load_file, save_file
 
 from shardwright import build_optimizer, parallelize
+from shardwright.runtime.checkpoint.tensor_files import digest_file
 from shardwright.runtime.errors import LoadError
+from shardwright.runtime.file_digests import ChunkHasher
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.manifest import FORMAT_VERSION, Manifest, accept
 from shardwright.runtime.module.parallel_module import ParallelModule
+from shardwright.runtime.module.weights import WeightFiles
 from shardwright.runtime.ranks.threads import run_ranks
 
 
@@ -196,7 +201,7 @@ def test_a_manifest_of_another_version(files, field, value, what, why):
 def test_the_minor_version_of_torch_may_differ(files):
     path = files / "manifest.json"
     major = torch.__version__.split(".")[0]
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"torch_version": f"{major}.999.0"}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"torch_version": f"{major}.999.0", "sha256": None}))
     assert load_class(files, 0)
 
 
@@ -211,7 +216,87 @@ def test_a_manifest_that_lacks_a_field(files):
     data = json.loads(path.read_text())
     del data["class_name"]
     path.write_text(json.dumps(data))
+    assert "why:   its sha256 is not that of what was written" in refusal(files, 0)
+    path.write_text(json.dumps({**data, "sha256": None}))
     assert "why:   KeyError: 'class_name'" in refusal(files, 0)
+
+
+def listed_weights(files):
+    """The weight files of the hand-made module, with digests of 64 bytes each in the manifest."""
+    manifest = Manifest.read(files)
+    paths = [files / name for name in ("weights.safetensors", "constants.safetensors")]
+    digests = {path.name: ChunkHasher(path.stat().st_size) for path in paths}
+    for path in paths:
+        digests[path.name].chunk_bytes = digests[path.name]._room = 64
+        digests[path.name].update(memoryview(path.read_bytes()))
+    whole = {path.name: digest_file(path) for path in paths}
+    chunks = {name: hasher.finish() for name, hasher in digests.items()}
+    replace(manifest, files={**manifest.files, **whole}, chunks=chunks).write(files)
+    return paths
+
+
+def pieces_of(files, rank):
+    manifest = Manifest.read(files)
+    digests = {name: manifest.digests_of(name) for name in ("weights.safetensors", "constants.safetensors")}
+    with WeightFiles(files, digests) as opened:
+        coords = manifest.mesh.coords(rank)
+        return {d.name: opened.read(d, manifest.mesh, coords) for d in declarations()}
+
+
+def test_altered_values_are_refused_where_they_are_read(files):
+    """Every byte in turn is another one: the ranks that read it refuse, the others load what they did before."""
+    paths = listed_weights(files)
+    ranks = [pieces_of(files, rank) for rank in range(2)]
+    num_refused = [0, 0]
+    for path in paths:
+        good = path.read_bytes()
+        for position in range(0, len(good), 7):
+            path.write_bytes(good[:position] + bytes([good[position] ^ 16]) + good[position + 1 :])
+
+            def load(rank, path=path):
+                try:
+                    pieces = pieces_of(files, rank)
+                    assert all(torch.equal(piece, ranks[rank][name]) for name, piece in pieces.items())
+                except LoadError as error:
+                    assert str(error).startswith(f"{path} is not the file that was written\n  why:   the sha256 of its bytes ")
+                    return 1
+                return 0
+
+            refused = [load(0), load(1)]
+            assert any(refused)
+            num_refused = [total + one for total, one in zip(num_refused, refused, strict=True)]
+        path.write_bytes(good[:-1])
+        with pytest.raises(LoadError, match=r"is not the file that was written|cannot be read"):
+            load_all(files)
+        path.write_bytes(good)
+    assert min(num_refused) >= 100 and num_refused[0] != num_refused[1]
+    load_all(files)
+
+
+def load_all(files):
+    return run_ranks(2, lambda rank: load_class(files)())
+
+
+def test_values_may_be_accepted(files):
+    weights, _ = listed_weights(files)
+    values = {name: value + 1 for name, value in load_file(weights).items()}
+    save_file(values, weights)
+    with pytest.raises(LoadError, match=r"weights.safetensors is not the file that was written\n.*\n.*`shardwright accept "):
+        load_all(files)
+    assert accept(files) == ["weights.safetensors"]
+    assert torch.equal(load_all(files)[0].mean, values["mean"])
+
+
+def test_without_digests_of_chunks_the_whole_file_is_compared(files):
+    weights, _ = listed_weights(files)
+    manifest = Manifest.read(files)
+    replace(manifest, chunks={}).write(files)
+    load_all(files)
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(LoadError, match="weights.safetensors is not the file that was written"):
+        load_all(files)
 
 
 def test_a_file_without_the_class(files):

@@ -10,6 +10,7 @@ from torch import nn
 import shardwright
 from shardwright.runtime.checkpoint import save as saving
 from shardwright.runtime.errors import CheckpointError, FileError
+from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import current_world
 
 PLAN = ("tp", 2, 4)
@@ -100,7 +101,9 @@ def test_a_rank_whose_files_do_not_come(tmp_path, monkeypatch):
         current_world().barrier()
         save = shardwright.save_checkpoint(tmp_path, trainer.module, async_save=True)
         for _ in range(2):  # who asks again is told the same, on all ranks
-            with pytest.raises(CheckpointError, match=r"is incomplete\n  why:   after 0 s nothing has come from ranks \[1\]"):
+            with pytest.raises(
+                CheckpointError, match=r"is incomplete\n  why:   for 0 s there was no sign of life of ranks \[1\]"
+            ):
                 save.wait()
         return True
 
@@ -118,3 +121,50 @@ def test_host_copies_do_not_change():
     copy = saving._host_copy(value)
     value.zero_()
     assert copy.is_contiguous() and copy.tolist() == [[0, 2], [1, 3]]
+
+
+def test_a_rank_that_writes_for_long_gives_signs_of_life(tmp_path, monkeypatch, gate):
+    """Rank 1 writes for many times the patience of rank 0, and is waited for."""
+    monkeypatch.setattr(saving, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(saving, "_BEAT_S", 0.01)
+
+    def rank(number):
+        save = shardwright.save_checkpoint(tmp_path, nn.Linear(2, 2), async_save=True)
+        if number:
+            path = tmp_path / "000001" / "rank-00000.alive"
+            signs = set()
+            while len(signs) < 100:
+                signs.add(saving._last_sign(path))
+            gate.set()
+        return save.wait()
+
+    assert run_ranks(2, rank) == [tmp_path / "000001"] * 2
+    assert shardwright.read_checkpoint(tmp_path).step is None
+
+
+def test_a_failure_that_nobody_waits_for_is_said(tmp_path, monkeypatch, capsys, caplog):
+    def failing(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saving, "write_tensors", failing)
+    save = shardwright.save_checkpoint(tmp_path, nn.Linear(2, 2), async_save=True)
+    assert save in saving._unfinished and save._thread.daemon
+    saving._finish_all_at_exit()
+    said = capsys.readouterr().err
+    assert said.startswith(f"shardwright: rank 0 could not save the last checkpoint, {tmp_path / '000001'}; it was not asked")
+    assert f"\na checkpoint cannot be written to {tmp_path / '000001'}\n  why:   No space left on device\n" in said
+    assert "rank 0: the checkpoint" in caplog.text and "No space left on device" in caplog.text
+    assert not (tmp_path / "000001").exists()
+    with pytest.raises(FileError):
+        shardwright.save_checkpoint(tmp_path, nn.Linear(2, 2))
+
+
+def test_a_save_is_finished_before_the_process_ends(tmp_path, monkeypatch, capsys, gate):
+    monkeypatch.setattr(saving, "_SAYS_AFTER_S", 0.01)
+    save = shardwright.save_checkpoint(tmp_path, nn.Linear(2, 2), step=1, async_save=True)
+    threading.Timer(0.3, gate.set).start()
+    saving._finish_all_at_exit()
+    said = capsys.readouterr().err
+    assert said == f"shardwright: rank 0 waits for its own part of the checkpoint {save.folder} before it ends\n"
+    assert (tmp_path / "LATEST").read_text() == "000001-step-1\n"
+    assert save.wait() == save.folder and save not in saving._unfinished

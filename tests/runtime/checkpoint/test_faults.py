@@ -1,16 +1,15 @@
 """Whatever kills a save, the newest complete checkpoint loads; whatever damages one is named."""
 
-import itertools
+import copy
 import os
-import signal
-import sys
 from pathlib import Path
 
 import checkpoints as c
 import pytest
 import torch
+from checkpoint_faults import current_step, killed_at, redigested, save
+from checkpoint_fuzz import corruption, kills
 from spawn import run_processes
-from torch import nn
 
 import shardwright
 from shardwright.runtime.checkpoint import save as saving
@@ -18,63 +17,7 @@ from shardwright.runtime.checkpoint.folders import complete_folders
 from shardwright.runtime.checkpoint.index import Index
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.ranks.threads import run_ranks
-from shardwright.runtime.training.optimizer import build_optimizer
-
-
-class Net(nn.Module):
-    def __init__(self, value):
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((4, 3), float(value)))
-        self.bias = nn.Parameter(torch.full((3,), float(value)))
-
-
-def save(directory, value, zero=0, **options):
-    """``zero``: the stage, for two ranks that share the optimizer's state."""
-    net = Net(value)
-    config = {"plan_ngpus": 1, "runtime_ngpus": 2, "grad_reduction": "mean", "use_zero": zero}
-    optimizer = build_optimizer(net, torch.optim.Adam, config) if zero else torch.optim.Adam(net.parameters())
-    for parameter in net.parameters():
-        parameter.grad = torch.ones_like(parameter)  # autograd does not survive a fork
-    optimizer.step()
-    return shardwright.save_checkpoint(directory, net, optimizer, step=value, **options)
-
-
-def current_step(directory):
-    """The step of the current checkpoint, all of it loaded and checked."""
-    net = Net(0)
-    loaded = shardwright.load_checkpoint(directory, net, torch.optim.Adam(net.parameters()))
-    after_one_step = torch.full((4, 3), loaded.step - 0.001)  # Adam's first step is its learning rate
-    torch.testing.assert_close(net.weight.detach(), after_one_step, rtol=1e-6, atol=0)  # some roundings of float32
-    return loaded.step
-
-
-TOUCHING = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.listdir", "os.scandir")
-"""What Python reports of a process that changes or reads a file system."""
-
-
-def killed_at(directory: Path, number: int, num_ranks: int, asynchronous: bool, zero: int) -> bool:
-    """Save in a process that is killed when it touches ``directory`` for the ``number``-th time. Whether it was."""
-    child = os.fork()
-    if child == 0:
-        count = itertools.count(1)  # threads count too, at once
-
-        def kill(event, arguments):
-            relative = event == "os.remove" and arguments[1] != -1  # shutil.rmtree names files by their open folder
-            if event in TOUCHING and (relative or str(directory) in str(arguments[0])) and next(count) == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(kill)
-        try:
-            run_ranks(num_ranks, lambda rank: save(directory, 3, zero, keep=1, async_save=asynchronous).wait())
-            os._exit(0)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL
-        return True
-    assert os.WEXITSTATUS(status) == 0
-    return False
+from shardwright.runtime.ranks.world import current_world
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
@@ -101,7 +44,7 @@ def test_killed_at_any_moment(tmp_path, num_ranks, asynchronous, zero):
             current_step(folder)
         save(directory, 4, keep=1)  # the run goes on, and cleans up
         assert current_step(directory) == 4
-        assert len(complete_folders(directory)) == 1 and len(list(directory.iterdir())) == 2
+        assert len(complete_folders(directory)) == 1 and len(list(directory.iterdir())) == 3
         if not was_killed:
             break
     assert not was_killed and outcomes[-1] == 3
@@ -138,6 +81,7 @@ def test_one_rank_fails(tmp_path, monkeypatch, phase, failing_rank, asynchronous
 
     assert c.on("mlp", plan, rank) == [True, True]
     assert (tmp_path / "LATEST").read_text() == "000001-step-1\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["000001-step-1", "LATEST", "OWNER"]  # its own files are gone
     monkeypatch.undo()
     assert current_step(tmp_path) == 1
 
@@ -200,3 +144,165 @@ def test_a_killed_process_among_others(tmp_path, victim, phase):
         run_processes(2, "checkpoint_jobs:save_until_killed", str(tmp_path), victim, phase)
     assert (tmp_path / "LATEST").read_text() == "000001-step-1\n"
     assert shardwright.read_checkpoint(tmp_path).step == 1
+
+
+@pytest.mark.parametrize("trials", [12, pytest.param(600, marks=pytest.mark.slow)])
+def test_whatever_is_altered_is_refused_or_loaded_right(tmp_path, trials):
+    """And what is refused has changed nothing. More of it: tests/product/checkpoints.py."""
+    counts = corruption(trials, 0, tmp_path)
+    assert counts["refused"] > trials / 2 and (trials < 100 or counts["loaded"])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_runs_that_are_killed_again_and_again(tmp_path):
+    counts = kills(60, 0, tmp_path)
+    assert min(counts.values()) >= 10
+
+
+def shift(region):
+    """The same elements, one row further."""
+    region[0] = [[start + 1, stop + 1] for start, stop in region[0]]
+
+
+def grow(region):
+    region[0][-1][1] += 1
+
+
+def repeat(region):
+    region[0] = region[0] + region[0]
+
+
+PIECES = {
+    "shifted": (lambda pieces: shift(pieces[0]["region"]), "of 'a' 3 of 12 elements are in no piece"),
+    "outside": (lambda pieces: shift(pieces[1]["region"]), r"of 'a' a piece lies outside of \[4, 3\]"),
+    "overlapping": (lambda pieces: grow(pieces[0]["region"]), "of 'a' 3 of 12 elements are in several pieces"),
+    "twice and left out": (
+        lambda pieces: pieces[1].update(region=pieces[0]["region"]),
+        "of 'a' 6 of 12 elements are in no piece",
+    ),
+    "left out": (lambda pieces: pieces.pop(), "of 'a' 6 of 12 elements are in no piece"),
+    "backwards": (lambda pieces: repeat(pieces[1]["region"]), r"of 'a' a piece lies outside of \[4, 3\]"),
+}
+
+
+@pytest.mark.parametrize("case", PIECES)
+def test_pieces_that_do_not_make_the_tensor(tmp_path, case):
+    """Counting elements would let some of these pass, and leave the rest of the tensor uninitialised."""
+    net = torch.nn.Module()
+    net.a = torch.nn.Parameter(torch.arange(12.0).view(4, 3))
+    shardwright.save_checkpoint(tmp_path, net)
+    folder = tmp_path / "000001"
+    (folder / "rank-00000.safetensors").unlink()
+    halves = {f"rank-{rank:05d}.safetensors": net.a.detach()[2 * rank : 2 * rank + 2] for rank in range(2)}
+    alter, problem = PIECES[case]
+
+    def change(content):
+        content["files"] = {}
+        pieces = content["tensors"]["a"]["pieces"] = []
+        for number, (file, half) in enumerate(halves.items()):
+            source = {"a": saving._source(half)}
+            content["files"][file] = saving.write_tensors(folder / file, source).to_json()
+            rows = [2 * number, 2 * number + 2]
+            pieces.append({"file": file, "key": "a", "region": [[rows], [[0, 3]]]})
+
+    redigested(folder / "index.json", change)
+    before = net.a.detach().clone()
+    shardwright.load_checkpoint(tmp_path, net)
+    assert torch.equal(net.a, before)
+    redigested(folder / "index.json", lambda content: alter(content["tensors"]["a"]["pieces"]))
+    with torch.no_grad():
+        net.a.fill_(7.0)
+    for read in (
+        lambda: shardwright.read_checkpoint(tmp_path),
+        lambda: shardwright.merge_checkpoint(tmp_path, tmp_path / "merged"),
+        lambda: shardwright.load_checkpoint(tmp_path, net, verify=False),
+        lambda: shardwright.export_pretrained(tmp_path, tmp_path / "exported", {}),
+    ):
+        with pytest.raises(CheckpointError, match=rf"is incomplete\n  why:   {problem}"):
+            read()
+    assert bool((net.a == 7.0).all()) and sorted(path.name for path in tmp_path.iterdir()) == ["000001", "LATEST", "OWNER"]
+
+
+class Stubborn(torch.nn.Linear):
+    """Takes no extra state but its own."""
+
+    def get_extra_state(self):
+        return {"owner": current_world().rank}
+
+    def set_extra_state(self, state):
+        if state["owner"] != current_world().rank:
+            raise RuntimeError(f"this is the state of {state['owner']}")
+
+
+def test_what_one_rank_refuses_no_rank_has_loaded(tmp_path):
+    """The optimizer and the scheduler have loaded theirs when the module of rank 1 refuses."""
+
+    def job(number, value):
+        net = Stubborn(2, 2)
+        torch.nn.init.constant_(net.weight, value)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=value)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        net.weight.grad = torch.full((2, 2), value)
+        optimizer.step()
+        scheduler.step()
+        return net, optimizer, scheduler
+
+    def save_it(number):
+        net, optimizer, scheduler = job(number, 0.5)
+        shardwright.save_checkpoint(tmp_path, net, optimizer, scheduler=scheduler)
+
+    def load(number):
+        net, optimizer, scheduler = job(number, 0.25)
+        before = copy.deepcopy((c.state_of(net), optimizer.state_dict(), scheduler.state_dict()))
+        with pytest.raises(CheckpointError, match="a module with an extra state does not take its saved state\n") as caught:
+            shardwright.load_checkpoint(tmp_path, net, optimizer, scheduler=scheduler)
+        after = (c.state_of(net), optimizer.state_dict(), scheduler.state_dict())
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+        return str(caught.value)
+
+    run_ranks(2, save_it)
+    first, second = run_ranks(2, load)
+    assert "why:   RuntimeError: this is the state of 0" in second and first.startswith("rank 1: a module with")
+
+
+def test_names_that_meet_the_names_of_states(tmp_path):
+    """Parameters ``w`` and ``w/exp_avg``: their states and weights have names of their own in every file."""
+
+    def made(value):
+        net = torch.nn.Module()
+        for number, name in enumerate(("w", "w/exp_avg", "w/exp_avg/0", "w/exp_avg'", "w/exp_avg/exp_avg")):
+            net.register_parameter(name, torch.nn.Parameter(torch.full((3, 2), value + number)))
+        optimizer = torch.optim.Adam(net.parameters())
+        for number, parameter in enumerate(net.parameters()):
+            parameter.grad = torch.full_like(parameter, value + 10 * number)
+        optimizer.step()
+        return net, optimizer
+
+    net, optimizer = made(1.0)
+    shardwright.save_checkpoint(tmp_path / "run", net, optimizer)
+    shardwright.merge_checkpoint(tmp_path / "run", tmp_path / "merged")
+    for folder in ("run", "merged"):
+        other, stepper = made(3.0)
+        shardwright.load_checkpoint(tmp_path / folder, other, stepper)
+        torch.testing.assert_close(other.state_dict(), net.state_dict(), rtol=0, atol=0)
+        torch.testing.assert_close(stepper.state_dict(), optimizer.state_dict(), rtol=0, atol=0)
+        whole = shardwright.read_checkpoint(tmp_path / folder)
+        torch.testing.assert_close(whole.optimizer["state"], optimizer.state_dict()["state"], rtol=0, atol=0)
+
+
+def test_extra_states_that_are_tensors(tmp_path):
+    class Scaled(torch.nn.Linear):
+        amax = torch.zeros(2)
+
+        def get_extra_state(self):
+            return self.amax.clone()
+
+        def set_extra_state(self, state):
+            self.amax = state
+
+    net, other = Scaled(2, 2), Scaled(2, 2)
+    net.amax = torch.tensor([1.0, 2.0])
+    shardwright.save_checkpoint(tmp_path, net)
+    shardwright.load_checkpoint(tmp_path, other)
+    assert torch.equal(other.amax, net.amax)

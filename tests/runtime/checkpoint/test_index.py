@@ -22,15 +22,16 @@ def part(rank, start, stop):
         {"w": {"step": 3}},
     )
     tensors = {"w": TensorRecord((4,), torch.float32, pieces("w"), ("tied",))}
-    return Index("Net", tensors, {file: FileRecord(10, "ab")}, {"": {"seed": 1}}, {}, optimizer, step=rank + 5, num_ranks=2)
+    random = {"": {"seed": 1, "step": 2, "microbatch": 3}}
+    return Index("Net", tensors, {file: FileRecord(10, "ab")}, random, {}, optimizer, step=rank + 5, num_ranks=2)
 
 
 def test_parts_make_a_whole(tmp_path):
     first, second = part(0, 0, 2), part(1, 2, 4)
-    assert not any(record.is_complete for _, record in first.records())
+    assert all(record.problem == "2 of 4 elements are in no piece" for _, record in first.records())
     whole = first.merged(second)
     assert [name for name, _ in whole.records()] == ["w", "w/exp_avg"]
-    assert all(record.is_complete for _, record in whole.records())
+    assert all(record.problem is None for _, record in whole.records())
     assert whole.step == 5 and len(whole.files) == 2
     assert first.merged(first).tensors["w"].pieces == first.tensors["w"].pieces
     path = tmp_path / "index.json"
@@ -56,6 +57,9 @@ def test_damage(tmp_path, damage, message):
         Index.read(path)
 
 
+EMPTY = {"shape": [0], "dtype": "float32", "pieces": []}
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -63,6 +67,9 @@ def test_damage(tmp_path, damage, message):
         ({"files": {"/a.safetensors": {"bytes": 1, "sha256": ""}}}, "'/a.safetensors' is no file of this checkpoint"),
         ({"files": {}}, "'rank-0.safetensors' is no file of this checkpoint"),
         ({"tensors": {"w": {"shape": [0], "dtype": "load", "pieces": []}}}, "'load' is no dtype"),
+        ({"tensors": {name: EMPTY | {"aliases": ["tied"]} for name in "wv"}}, "two tensors have one name"),
+        ({"tensors": {"v": EMPTY}}, "the optimizer has state of 'w', which is no parameter"),
+        ({"tensors": {"w": EMPTY}}, "the optimizer state 'exp_avg' of 'w' is not of its shape"),
     ],
 )
 def test_what_no_save_writes(tmp_path, change, why):

@@ -331,7 +331,7 @@ def test_folders_of_other_things_stay(tmp_path):
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / file).touch()
     assert shardwright.save_checkpoint(tmp_path, Net(), keep=1).folder.name == "20241122"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["000001", "20241121", "20241122", "LATEST"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["000001", "20241121", "20241122", "LATEST", "OWNER"]
 
 
 @pytest.mark.parametrize("step", [-1, 3.5, 1000.0, "7"])

@@ -120,9 +120,8 @@ class CheckedFile:
             digest.update(data)
             left -= len(data)
         if digest.hexdigest() != self._digests.sha256[number]:
-            raise self._altered(
-                f"the sha256 of its bytes {first} to {first + self._chunk_bytes} is not that of what was written"
-            )
+            last = min(first + self._chunk_bytes, self._num_bytes)
+            raise self._altered(f"the sha256 of its bytes {first} to {last} is not that of what was written")
 
     def _altered(self, why: str) -> LoadError:
         return LoadError(

@@ -263,6 +263,7 @@ def _read_part(contents: Contents, record: TensorRecord, place: StatePlace) -> T
     """The part that this rank has of a tensor of the optimizer's state."""
     if not record.like_parameter:
         return contents.read(record, device=place.device)
+    contents.check([record])
     mine = place.new(record.dtype)
     for view, region in place.views(mine):
         contents.fill(view, region, record)

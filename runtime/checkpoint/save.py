@@ -69,9 +69,6 @@ _BEAT_S = 5.0
 
 _POLL_S = 0.05
 
-_SAYS_AFTER_S = 5.0
-"""When a process that could end says what it waits for."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -139,17 +136,14 @@ class CheckpointSave:
         _pending[self._world] = self
         _unfinished.add(self)
         # Both threads begin here: an interpreter that is about to end starts none.
-        self._beat = _Beat(self.folder / _alive_file(self._world.rank))
-        # A daemon, as others are waited for without an end that is near: see _finish_at_exit for how the process ends.
-        self._thread = threading.Thread(target=self._run_in_background, name=f"save {self.folder.name}", daemon=True)
+        self._beat = _Beat(self)
+        # No daemon: a process does not end before its files are written. What is waited for has a limit.
+        self._thread = threading.Thread(target=self._run_in_background, name=f"save {self.folder.name}")
         self._thread.start()
 
     def _run_in_background(self) -> None:
         try:
-            try:
-                self._write_own()
-            finally:
-                self._beat.stop()
+            self._write_own()
             if self._world.rank == 0:
                 self._await_others()
                 self._commit()
@@ -158,14 +152,11 @@ class CheckpointSave:
             self._tell_failure(error)
             # Nobody may ever wait for it.
             logger.error("rank %d: the checkpoint %s was not saved: %s", self._world.rank, self.folder, error)
+        finally:
+            self._beat.stop()
 
-    def _finish_at_exit(self) -> None:
-        """Let the files be written before the process ends, and say what has come of it. No communication."""
-        assert self._thread is not None
-        self._thread.join(_SAYS_AFTER_S)
-        if self._thread.is_alive():
-            print(f"shardwright: rank {self._world.rank} waits for {self._waits_for()} before it ends", file=sys.stderr)
-            self._thread.join()
+    def _say_at_exit(self) -> None:
+        """Tell of a failure that nobody has asked for. All threads have ended; no communication."""
         if self._error is not None:
             print(
                 f"shardwright: rank {self._world.rank} could not save the last checkpoint, {self.folder}; it was not asked "
@@ -174,11 +165,17 @@ class CheckpointSave:
             )
             self._remove()
 
-    def _waits_for(self) -> str:
+    def waits_for(self) -> str:
+        """In words, what is not written yet."""
         lacking = [rank for rank in range(self._world.size) if not (self.folder / _part_file(rank)).exists()]
         if self._world.rank in lacking or not lacking:
-            return f"its own part of the checkpoint {self.folder}"
-        return f"the parts of ranks {lacking} of the checkpoint {self.folder}"
+            return f"written its part of the checkpoint {self.folder}"
+        return f"the parts of ranks {lacking} of the checkpoint {self.folder}, or gives them up"
+
+    @property
+    def alive_file(self) -> Path | None:
+        """What this rank touches while it saves in the background; nothing on rank 0, which looks at those of others."""
+        return self.folder / _alive_file(self._world.rank) if self._world.rank else None
 
     def _write_own(self) -> None:
         assert self._snapshot is not None
@@ -325,18 +322,20 @@ _unfinished: set[CheckpointSave] = set()
 
 
 @atexit.register
-def _finish_all_at_exit() -> None:
+def _say_all_at_exit() -> None:
     for save in list(_unfinished):
-        save._finish_at_exit()
+        save._say_at_exit()
 
 
 class _Beat:
-    """Touches a file again and again, so that others see that this process lives."""
+    """Touches a file again and again while a save is under way, so that other ranks see that this process lives; and says on
+    stderr what the process waits for when it could end otherwise.
+    """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, save: CheckpointSave) -> None:
+        self._save = save
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"signs of life {path.parent.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"signs of life {save.folder.name}", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -345,9 +344,14 @@ class _Beat:
         self._thread.join()
 
     def _run(self) -> None:
+        has_said = False
         while not self._done.wait(_BEAT_S):
-            with contextlib.suppress(OSError):  # the save itself will say what is wrong with the disk
-                self._path.write_text(str(time.monotonic_ns()))
+            if self._save.alive_file is not None:
+                with contextlib.suppress(OSError):  # the save itself will say what is wrong with the disk
+                    self._save.alive_file.write_text(str(time.monotonic_ns()))
+            if not has_said and not threading.main_thread().is_alive():
+                has_said = True
+                print(f"shardwright: this process ends when it has {self._save.waits_for()}", file=sys.stderr, flush=True)
 
 
 def _last_sign(path: Path) -> int:

@@ -165,7 +165,7 @@ def _header(tensors: Mapping[str, TensorSource], metadata: Mapping[str, str]) ->
 
 def _contents(tensors: Mapping[str, TensorSource], header: tuple[bytes, bytes]) -> Iterator[memoryview]:
     """The header, then the data of each tensor."""
-    yield from map(memoryview, header)
+    yield from (memoryview(part) for part in header)
     for name in _in_file_order(tensors):
         yield tensors[name].data()
 

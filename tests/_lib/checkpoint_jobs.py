@@ -73,3 +73,14 @@ def save_until_killed(directory: str, victim: int, phase: str) -> None:
 
         setattr(owner, name, killed)
     shardwright.save_checkpoint(directory, module, step=2)
+
+
+def save_in_background_until_killed(directory: str, victim: int) -> None:
+    """Save twice, the second time in the background; one process is killed while it writes, and nobody waits for the save."""
+    owner: Any = saving
+    owner.PATIENCE_S, owner._BEAT_S = 5.0, 0.2
+    module = torch.nn.Linear(3, 3)
+    shardwright.save_checkpoint(directory, module, step=1)
+    if current_world().rank == victim:
+        owner.CheckpointSave._write_own = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+    shardwright.save_checkpoint(directory, module, step=2, async_save=True)

@@ -250,6 +250,43 @@ def test_other_initial_weights_rewrite_the_weight_file_alone(tmp_path):
     assert Manifest.read(folder).key == cache.Stored.read(folder).manifest.key
 
 
+@pytest.mark.parametrize("reuse", ["match", "moo", "graph"])
+def test_flipped_bytes_of_stored_values_do_not_load(tmp_path, reuse):
+    """Nothing says so but their digest: the values that the model has now are those that were written."""
+    folder = compile_net(tmp_path)
+    expected = load_on_ranks(tmp_path)
+    path = folder / "weights.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 0x40
+    path.write_bytes(data)
+    text = refusal(LoadError, lambda: load_on_ranks(tmp_path, reuse=reuse))
+    assert text.splitlines()[:3] == [
+        f"{path} is not the file that was written",
+        f"  why:   the sha256 of its bytes 0 to {len(data)} is not that of what was written",
+        f"  try:   compile again with reuse='override'; if it is meant, accept it with `shardwright accept {folder}`",
+    ]
+    torch.testing.assert_close(load_on_ranks(tmp_path, reuse="override"), expected, rtol=0, atol=0)
+
+
+def test_other_files_are_what_was_written(tmp_path):
+    folder = compile_net(tmp_path)
+    for name, old, new in (("manifest.json", '"Net"', '"Ne7"'), ("plan.json", '"policy": "tp"', '"policy": "tq"')):
+        text = (folder / name).read_text()
+        (folder / name).write_text(text.replace(old, new))
+        assert "its sha256 is not that of what was written" in refusal(LoadError, lambda: cache.read_plan(folder))
+        (folder / name).write_text(text)
+    assert cache.read_plan(folder)
+
+
+def test_half_made_folders_of_killed_compiles_go(tmp_path):
+    folder = compile_net(tmp_path)
+    left = folder.with_name("._.new.01234567")
+    left.mkdir()
+    (left / "weights.safetensors").write_bytes(b"half a file")
+    compile_net(tmp_path)  # which finds everything made
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["_", "_.lock"]
+
+
 def test_override_writes_everything_and_graph_keeps_equal_weights(tmp_path):
     folder = compile_net(tmp_path)
     before = snapshot(folder)

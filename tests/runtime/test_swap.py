@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from checkpoint_faults import dies_at
 
 from shardwright.runtime import swap
 
@@ -85,3 +86,42 @@ def test_a_file_is_replaced_whole(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         swap.write_file(path, b"3")
     assert tree(tmp_path) == {"f": "2"}
+
+
+def write(target, text):
+    with swap.write_folder(target) as fresh:
+        (fresh / "a").write_text(text)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_what_killed_writers_leave_goes(tmp_path):
+    """A process is killed wherever it touches the folder; the next one sees the old folder or the new one, and no other."""
+    target, states = tmp_path / "out", []
+    for number in range(1, 100):
+        write(target, "old")
+        (tmp_path / ".out.new.mine").touch()  # of others, whatever it is called
+        if not dies_at(tmp_path, number, lambda: write(target, "new")):
+            break
+        swap.recover_folder(target)
+        states.append(target.joinpath("a").read_text())
+        write(target, "next")
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".out.new.mine", "out"]
+    assert states.count("old") >= 5 and states.count("new") >= 1 and number < 99
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_folder_that_somebody_still_writes_stays(tmp_path):
+    target = tmp_path / "out"
+    with swap.write_folder(target) as fresh:
+        child = os.fork()
+        if child == 0:
+            write(target, "theirs")
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert fresh.is_dir() and tree(target) == {"a": "theirs"}
+        (fresh / "a").write_text("mine")
+    assert tree(tmp_path) == {"out/a": "mine"}
+    left = tmp_path / ".out.new.00000000"
+    left.mkdir()
+    swap.remove_unfinished(target, alone=False)
+    assert not left.exists()

@@ -104,9 +104,8 @@ def test_a_rank_whose_files_do_not_come(tmp_path, monkeypatch):
         current_world().barrier()
         save = shardwright.save_checkpoint(tmp_path, trainer.module, async_save=True)
         for _ in range(2):  # who asks again is told the same, on all ranks
-            with pytest.raises(
-                CheckpointError, match=r"is incomplete\n  why:   for 0 s there was no sign of life of ranks \[1\]"
-            ):
+            text = r"is incomplete\n  why:   for 0 s there was no sign of life of ranks \[1\]"
+            with pytest.raises(CheckpointError, match=text):
                 save.wait()
         return True
 
@@ -126,23 +125,73 @@ def test_host_copies_do_not_change():
     assert copy.is_contiguous() and copy.tolist() == [[0, 2], [1, 3]]
 
 
-def test_a_rank_that_writes_for_long_gives_signs_of_life(tmp_path, monkeypatch, gate):
-    """Rank 1 writes for many times the patience of rank 0, and is waited for."""
-    monkeypatch.setattr(saving, "PATIENCE_S", 0.5)
+@pytest.fixture
+def slow_rank(monkeypatch):
+    """Rank 1 begins to write when this is set."""
+    original, opened = saving.CheckpointSave._write_own, threading.Event()
+
+    def slow(self):
+        assert self._world.rank == 0 or opened.wait(600)
+        original(self)
+
+    monkeypatch.setattr(saving.CheckpointSave, "_write_own", slow)
+    yield opened
+    opened.set()
+
+
+def test_a_rank_that_writes_gives_signs_of_life(tmp_path, monkeypatch, slow_rank):
     monkeypatch.setattr(saving, "_BEAT_S", 0.01)
 
     def rank(number):
         save = shardwright.save_checkpoint(tmp_path, nn.Linear(2, 2), async_save=True)
-        if not number:
-            path = tmp_path / "000001" / "rank-00001.alive"
+        if number == 0:
             signs = set()
-            while len(signs) < 100:
-                signs.add(saving._last_sign(path))
-            gate.set()
+            while len(signs) < 5 and save._thread.is_alive():
+                signs.add(saving._last_sign(tmp_path / "000001" / "rank-00001.alive"))
+            slow_rank.set()
         return save.wait()
 
     assert run_ranks(2, rank) == [tmp_path / "000001"] * 2
-    assert shardwright.read_checkpoint(tmp_path).step is None
+
+
+class Clock:
+    """A clock of its own: every look at a rank's signs of life takes a second."""
+
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        pass
+
+
+@pytest.mark.parametrize(("seconds_between_signs", "is_waited_for"), [(60, True), (300, False)])
+def test_who_gives_signs_of_life_is_waited_for(tmp_path, monkeypatch, slow_rank, seconds_between_signs, is_waited_for):
+    """Rank 1 begins to write after four times the patience of rank 0."""
+    clock = Clock()
+
+    def last_sign(path):
+        clock.now += 1
+        if clock.now == 480:
+            slow_rank.set()
+        return clock.now // seconds_between_signs
+
+    monkeypatch.setattr(saving, "_last_sign", last_sign)
+    monkeypatch.setattr(saving, "time", clock)
+
+    def rank(number):
+        save = shardwright.save_checkpoint(tmp_path, nn.Linear(2, 2), async_save=True)
+        if number == 0:
+            save._thread.join()
+            slow_rank.set()
+        return save.wait()
+
+    if is_waited_for:
+        assert run_ranks(2, rank) == [tmp_path / "000001"] * 2 and clock.now >= 480
+        return
+    with pytest.raises(CheckpointError, match=r"for 120 s there was no sign of life of ranks \[1\]"):
+        run_ranks(2, rank)
 
 
 def test_a_failure_that_nobody_waits_for_is_said(tmp_path, monkeypatch, capsys, caplog):

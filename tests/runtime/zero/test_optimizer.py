@@ -607,7 +607,8 @@ def test_a_parameter_may_get_other_memory(files):
         optimizer.step()
         (gradient,) = [gathered_gradients(optimizer._reducer.buckets)["layers.0.weight"]]
         torch.testing.assert_close(module.layers[0].weight.detach(), before - 0.1 * gradient)
-        module.float()
+        for p in module.parameters():
+            p.data = p.data.float()
         return text_of(optimizer.step, UsageError)
 
     for text in run_ranks(2, on_rank):

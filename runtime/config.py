@@ -92,8 +92,8 @@ class ComputeConfig:
     **Randomness.** ``rng="fast"`` draws where the data is; ``"plan_independent"`` draws the same dropout masks under
     every plan. ``seed`` starts the generators.
 
-    **Checks.** Ranks compare what must be the same, at first and then every ``check_ranks_every`` times: within a unit the
-    arguments of a call, everywhere the number of steps and the options of the optimizer. 0 leaves the first comparison.
+    **Checks.** Ranks compare what must be the same, in the first step and then every ``check_ranks_every`` steps: within a unit
+    the arguments of a call, everywhere the number of steps and the options of the optimizer. 0 leaves the first comparison.
 
     ``pas_config`` goes to the policy, which checks its names. ``user_config`` is the user's own; it is part of what a
     compile is recognised by. Both must be made of JSON values.

@@ -37,6 +37,7 @@ class CompiledModule(Scope):
     ranks: RankMesh
     rng: RngState
     reducer: Reducer | None = None
+    _inputs_compared: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy with tensors of its own on the same process groups, for averages of weights and the like.
@@ -62,6 +63,10 @@ class CompiledModule(Scope):
         for part in self.modules():
             part.__dict__["training"] = bool(mode)
         return self
+
+    def expect_comparison(self) -> None:
+        """Let the next call compare its arguments on the ranks of a unit, as the first one does."""
+        self._inputs_compared = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters; under ZeRO those of the optimizer's shards with them."""

@@ -39,7 +39,6 @@ from torch import Tensor, nn
 
 from shardwright.runtime.arguments import checked
 from shardwright.runtime.autocast import as_compiled
-from shardwright.runtime.config import CHECK_RANKS_EVERY
 from shardwright.runtime.errors import DistributedError, InputError, UsageError, format_error
 from shardwright.runtime.file_digests import ChunkDigests
 from shardwright.runtime.gathered_weights import WeightGathering
@@ -67,7 +66,6 @@ from shardwright.runtime.ranks.communicator import Communicator
 from shardwright.runtime.ranks.failures import names_parameters
 from shardwright.runtime.ranks.groups import AxisGroup, RankMesh
 from shardwright.runtime.ranks.world import World, current_world
-from shardwright.runtime.training.agreement import Every
 from shardwright.runtime.training.clipping import PART, PartOfModel, watch_clipping
 from shardwright.runtime.training.foreign_steps import watch_steps
 from shardwright.runtime.training.gradnorm import counts_here
@@ -110,7 +108,6 @@ class ParallelModule(CompiledModule):
     _parameters_declared: list[DeclaredParameter]
     _steps_without_sums: StepsWithoutSums
     _input_table: InputTable
-    _inputs_due: Every
     _in_step: bool = False
     _are_replaced: bool = False  # others may lie in the place of the parameters, for a good reason
     _unit: Communicator
@@ -128,8 +125,6 @@ class ParallelModule(CompiledModule):
         self.rng = RngState(self.seed, self.rng_mode, self.mesh, self.ranks.coords, self.ranks.unit)
         self._device = world.device
         self._input_table = InputTable(type(self).__name__, self.inputs)
-        interval = CHECK_RANKS_EVERY if self.compute_config is None else self.compute_config.check_ranks_every
-        self._inputs_due = Every(interval)
         self._declarations = {}
         self._places = {}
         self._parameters_declared = []
@@ -367,8 +362,8 @@ class ParallelModule(CompiledModule):
         """Begin a call, and refuse one that the program was not made for. ``given``: the arguments it was compiled with, by
         name (or their leaves, by path); ``absent``: the others, which must be ``ABSENT``.
 
-        Shapes, dtypes, devices, literals and ``requires_grad`` of the parameters are checked at every call. At the first
-        call, and then every ``ComputeConfig.check_ranks_every`` calls, the ranks of the unit compare the values, by checksums.
+        Shapes, dtypes, devices, literals and the parameters are checked at every call. At the first call, and in training
+        now and then (see :mod:`shardwright.runtime.training.agreement`), the ranks of the unit compare the values, by checksums.
 
         Raises :class:`InputError`.
         """
@@ -384,7 +379,8 @@ class ParallelModule(CompiledModule):
             check_parameters(self, self.own_parameters())
             if self.reducer is None:
                 self._steps_without_sums.check(self)
-        if self._inputs_due.is_due():
+        if not self._inputs_compared:
+            self._inputs_compared = True
             compare_inputs(type(self).__name__, tensors, self._unit, self.ranks.num_units)
         if self.training:
             self.rng.next_microbatch()

@@ -319,7 +319,8 @@ class PipelineModule(ParallelModule):
         """The tensors of each sample that this rank was given, checked. It must be given those that its stages read."""
         needed = {path for segment in self._body.segments.values() for path in segment.reads}
         checked = self._sample_table.check(samples, needed, method)
-        if self._inputs_due.is_due():
+        if not self._inputs_compared:
+            self._inputs_compared = True
             self._sample_table.compare(checked, self._unit, self.ranks.num_units, self.device, method)
         self._sizes = self._sample_table.agreed_sizes(checked, self._unit, self.device, method)
         return [{path: x.to(self.device) for path, x in tensors.items() if path in needed} for tensors in checked]

@@ -4,13 +4,14 @@ Nothing stops a script from setting another learning rate on one rank, from step
 batch. The collectives still meet, and the numbers are wrong. So ranks compare, in the first step and then in every
 ``ComputeConfig.check_ranks_every``-th one:
 
-- the ranks of a unit: the arguments of the call (:mod:`shardwright.runtime.module.call_checks`);
-- all ranks: how many steps they have taken, and the options of their optimizer, which schedulers change.
+- all ranks: how many steps they have taken, and the options of their optimizer, which schedulers change;
+- the ranks of a unit: the arguments of the next call (:mod:`shardwright.runtime.module.call_checks`).
 
 [Note: When ranks compare]
 A comparison is a collective, so all ranks must come to it at the same place among their collectives, also where they do not
-agree on anything else. So steps are not counted to find that place, since a rank may have taken one more. Counted is what
-ranks can only do together: calls of the module in a unit, and sums of gradients in the world.
+agree on anything else. So steps are not counted to find that place, since a rank may have taken one more. Counted are sums
+of gradients, which ranks can only take together. Nor do modules count their calls: ``torch.compile`` would compile a call
+again for every new count, while a flag that is set now and then has two values.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,20 +32,13 @@ from shardwright.runtime.ops.random import RngState
 from shardwright.runtime.ranks.world import World
 
 
-class Every:
-    """Counts calls, and tells which of them are due: the first one, and each one that is ``interval`` after it; with 0 none
-    but the first.
-    """
+class Part(Protocol):
+    """A compiled part of the model."""
 
-    def __init__(self, interval: int) -> None:
-        self._interval = interval
-        self._num_calls = 0
+    rng: RngState
 
-    def is_due(self) -> bool:
-        """Count a call."""
-        number = self._num_calls
-        self._num_calls += 1
-        return number == 0 or (self._interval > 0 and number % self._interval == 0)
+    def expect_comparison(self) -> None:
+        """Let the next call compare its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +60,16 @@ class _Standing:
 
 
 class TrainingAgreement:
-    """Compares how all ranks train one model. ``random``: the random numbers of its compiled parts."""
+    """Compares how all ranks train one model, with each ``interval``-th sum of gradients; with 0 with the first one only.
 
-    def __init__(self, world: World, random: Sequence[RngState], interval: int) -> None:
+    ``parts``: the compiled parts of the model.
+    """
+
+    def __init__(self, world: World, parts: Sequence[Part], interval: int) -> None:
         self._world = world
-        self._random = random
-        self._every = Every(interval)
+        self._parts = [weakref.ref(part) for part in parts]
+        self._interval = interval
+        self._num_sums = 0
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._num_steps = 0
 
@@ -88,20 +86,28 @@ class TrainingAgreement:
 
         Raises :class:`UsageError` on all ranks, naming what differs, and on which ranks.
         """
-        if self._world.size == 1 or not self._every.is_due():
+        number = self._num_sums
+        self._num_sums += 1
+        if self._world.size == 1 or (number and (not self._interval or number % self._interval)):
             return
+        if number:  # the first call has compared already
+            for part in self._living_parts():
+                part.expect_comparison()
         mine = self._standing()
         digests = self._world.everyone.all_gather(torch.tensor(mine.digest(), device=self._world.device), phase="setup")
         if all(self._alike(torch.stack(digests))):
             return
         self._refuse([_Standing(*found) for found in self._world.all_gather_object(mine.to_json())])
 
+    def _living_parts(self) -> list[Part]:
+        return [part for reference in self._parts if (part := reference()) is not None]
+
     def _standing(self) -> _Standing:
         optimizer = None if self._optimizer is None else self._optimizer()
         defaults = {} if optimizer is None else _options(optimizer.defaults)
         groups = [] if optimizer is None else [_options(group) for group in optimizer.param_groups]
         names = [] if optimizer is None else [group.get("param_names", ()) for group in optimizer.param_groups]
-        step = self._random[0].step if self._random else 0
+        step = next((part.rng.step for part in self._living_parts()), 0)
         return _Standing(self._num_steps, step, _crc(names), defaults, groups)
 
     def _alike(self, digests: Tensor) -> list[bool]:

@@ -151,9 +151,8 @@ class TrainedModel:
             frees_gradients=sharded and settings.frees_gradients,
             cause=settings.early_cause if sharded else "use_async_reducer",
         )
-        random = [part.rng for part in self.parallel_modules]
         interval = CHECK_RANKS_EVERY if self._config is None else self._config.check_ranks_every
-        reducer.agreement = self.agreement = TrainingAgreement(self.world, random, interval)
+        reducer.agreement = self.agreement = TrainingAgreement(self.world, self.parallel_modules, interval)
         self.gradients = AllGradients(self.world, reducer, is_staged=any(part.is_staged for part in self.parallel_modules))
         for item in self.sums:
             setattr(item.parameter, _REDUCER, reducer)

@@ -11,7 +11,6 @@ from shardwright.runtime.errors import ConfigError, InputError, UsageError
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
 from shardwright.runtime.ranks.world import count_communication
-from shardwright.runtime.training.agreement import Every
 from shardwright.runtime.training.optimizer import build_optimizer
 
 EVERY = 3
@@ -101,34 +100,31 @@ def test_other_inputs_than_the_rest_of_the_unit(tmp_path):
     directory = files(tmp_path)
     train(directory, 6, batch=lambda rank, step: make_batch(step + 10 * (rank // 2)))
     with pytest.raises(InputError) as error:
-        train(directory, 4, batch=lambda rank, step: make_batch(step + (rank == 3 and step > 0)))
+        train(directory, 5, batch=lambda rank, step: make_batch(step + (rank == 3 and step > 0)))
     assert str(error.value).startswith(
         "MLP.forward: argument 'x' is not the same on all ranks of a unit\n  why:   these ranks agree with each other: 2; 3\n"
     )
 
 
-@pytest.mark.parametrize(("every", "due"), [(EVERY, [0, 3, 6]), (0, [0]), (1, list(range(7)))])
+@pytest.mark.parametrize(("every", "due"), [(EVERY, [0, 3, 4, 6]), (0, [0]), (1, list(range(7)))])
 def test_in_between_nothing_is_sent(tmp_path, every, due):
+    """In the step after a comparison of all ranks, those of a unit compare the arguments."""
     for volumes in train(files(tmp_path, every), 7):
         assert [step for step, elements in enumerate(volumes) if elements] == due
-    counted = Every(every)
-    assert [number for number in range(7) if counted.is_due()] == due
 
 
 def test_stages_of_a_pipeline(tmp_path):
     """Ranks have other parameters, and one of them none of the samples: what they have in common is compared."""
-    config = {"plan_ngpus": 2, "runtime_ngpus": 4}
+    config = {"plan_ngpus": 2, "runtime_ngpus": 4, "check_ranks_every": 2}
     directory = write(tmp_path / "files", make_pipe("1f1b", 2, 2))
 
     def on_rank(rank, diverges):
         module = load_class(directory)()
-        module._inputs_due = Every(2)
         optimizer = build_optimizer(module, torch.optim.SGD, config, lr=0.01)
-        optimizer._model.agreement._every = Every(2)
-        for step in range(4):
+        for step in range(5):
             if diverges == "lr" and rank == 2 and step == 1:
                 optimizer.param_groups[0]["lr"] = 0.5
-            shift = 7 if diverges == "samples" and rank == 3 and step == 2 else 0
+            shift = 7 if diverges == "samples" and rank == 3 and step > 1 else 0
             module.train_step(samples_of(step + shift, module.ranks.unit, 2))
             optimizer.step()
 

@@ -362,8 +362,9 @@ class ParallelModule(CompiledModule):
         """Begin a call, and refuse one that the program was not made for. ``given``: the arguments it was compiled with, by
         name (or their leaves, by path); ``absent``: the others, which must be ``ABSENT``.
 
-        Shapes, dtypes, devices, literals and the parameters are checked at every call. At the first call, and in training
-        now and then (see :mod:`shardwright.runtime.training.agreement`), the ranks of the unit compare the values, by checksums.
+        Shapes, dtypes, devices, literals and the parameters are checked at every call. At the first call, and in
+        training now and then (see :mod:`shardwright.runtime.training.agreement`), the ranks of the unit compare the
+        values, by checksums.
 
         Raises :class:`InputError`.
         """

@@ -154,3 +154,30 @@ def test_averages_of_weights(tmp_path, stage):
         expected = averaged(*make_batch(9))
     for found in run_ranks(4, train):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.slow
+def test_torch_compile(tmp_path):
+    """Numbers stay, and what is counted and checked in a call makes no call compile again."""
+    compiled = []
+
+    def backend(graph, example_inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    def losses(wrap):
+        module = load_class(write_files(tmp_path / "mlp", make_model(), 1, 1))()
+        optimizer = build_optimizer(module, torch.optim.SGD, lr=0.01)
+        called, found = wrap(module), []
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = called(*make_batch(step))
+            loss.backward()
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            optimizer.step()
+            found.append((loss.item(), len(compiled)))
+        return found
+
+    ours = losses(lambda module: torch.compile(module, backend=backend))
+    assert ours[1][1] == ours[-1][1] > 0
+    torch.testing.assert_close([loss for loss, _ in ours], [loss for loss, _ in losses(lambda module: module)])

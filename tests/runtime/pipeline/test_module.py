@@ -171,6 +171,8 @@ def test_calling_the_module_is_refused(files):
         "  why:   it accumulates gradients over samples, and its schedule was made for whole steps\n"
         "  try:   call train_step(samples) or infer_step(samples), or compile with use_end2end=False"
     )
+    text = failing(files, lambda module: module.register_forward_hook(print), UsageError)
+    assert text.startswith("a forward hook on the parallel module Net would never run\n")
 
 
 def test_none_where_a_stage_reads(files):

@@ -14,9 +14,15 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 from zero_training import Muonlike
 
 from shardwright.runtime.errors import UsageError
+from shardwright.runtime.layout import Layout
 from shardwright.runtime.loader import load_class
 from shardwright.runtime.ranks.threads import run_ranks
+from shardwright.runtime.ranks.world import current_world
+from shardwright.runtime.training.all_gradients import AllGradients
+from shardwright.runtime.training.bucket import Bucket, GradientSum
+from shardwright.runtime.training.clipping import watch_clipping
 from shardwright.runtime.training.optimizer import build_optimizer
+from shardwright.runtime.training.reducer import Reducer
 from shardwright.runtime.zero.gathering import gathered_gradients
 
 LIMIT = 1.0
@@ -54,7 +60,7 @@ def clip(parameters, order):
 
 def clip_in_two(parameters, order):
     parameters = list(parameters)
-    norm = get_total_norm([p.grad for p in parameters if p.grad is not None], order)
+    norm = get_total_norm([p.grad.detach() for p in parameters if p.grad is not None], order)
     clip_grads_with_norm_(parameters, LIMIT, norm)
     return norm
 
@@ -235,6 +241,25 @@ def test_a_pipeline_is_clipped_as_a_whole(tmp_path):
         torch.testing.assert_close(found, norm, rtol=1e-12, atol=0)
         assert text.startswith("the norm of some gradients of a pipeline is not known on this rank\n"), text
         assert f"rank {rank} was given 1 of its " in text
+
+
+def test_a_rank_whose_stages_train_nothing_takes_part():
+    """It is given no parameters, and the others wait for it."""
+
+    def clipped(rank):
+        world = current_world()
+        alone = world.partition([[0], [1]], "units")
+        p = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        p.grad = p.detach().clone()
+        buckets = [Bucket([GradientSum("p", p, alone, 2, Layout.whole((2,)))])] if rank == 0 else []
+        gradients = AllGradients(world, Reducer(buckets), is_staged=True)
+        watch_clipping()
+        norms = [clip_grad_norm_([p] if buckets else [], 1.0), get_total_norm([p.grad] if buckets else [])]
+        assert gradients.is_attached
+        return norms
+
+    for clipping, after in run_ranks(2, clipped):
+        assert clipping == 5 and torch.allclose(after, torch.ones(()))
 
 
 def test_ordinary_parameters_are_torchs_affair():

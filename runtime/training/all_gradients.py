@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.ranks.world import World, current_world
@@ -154,8 +154,11 @@ def live_gradients() -> list[AllGradients]:
 
 
 def memory_of(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor lies, and its number of elements: alike for a tensor and what ``detach`` makes of it."""
-    return tensor.data_ptr(), tensor.numel()
+    """Where a tensor lies, and its number of elements: alike for a tensor and what ``detach`` makes of it.
+
+    No gradient of ours is of another class than torch's own; tensors of others may have no memory to speak of.
+    """
+    return (tensor.data_ptr(), tensor.numel()) if type(tensor) in (Tensor, nn.Parameter) else (0, 0)
 
 
 _GRADIENTS = "_shardwright_gradients"

@@ -134,6 +134,26 @@ def test_clip_grad_value(tmp_path, name):
     check(tmp_path, lambda parameters, _: clip_grad_value_(parameters, 0.3), name, all_parameters, 2.0)
 
 
+@pytest.mark.parametrize("parameters_of", [all_parameters, of_groups])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_masters_of_low_precision_parameters(stage, parameters_of):
+    """Clipped is what the optimizer steps along: the gradients of the masters."""
+
+    def train(rank):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(6, 5).bfloat16()
+        config = {"plan_ngpus": 1, "runtime_ngpus": 2, "use_zero": stage, "distributed_optimizer": {}}
+        optimizer = build_optimizer(model, torch.optim.SGD, config, lr=1.0)
+        model(torch.full((3, 6), 1.0 + rank).bfloat16()).float().square().sum().backward()
+        found = clip_grad_norm_(parameters_of(model, optimizer), LIMIT)
+        assert all(shard.tensor.dtype == torch.float32 for shard in optimizer.shards)
+        return found, optimizer.clip_gnorm()
+
+    for found, after in run_ranks(2, train):
+        assert found.dtype == torch.float32 and found > 2 * LIMIT
+        torch.testing.assert_close(after, torch.tensor(LIMIT), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_parameters_of_others_among_them(tmp_path, is_sharded):
     """An ordinary model beside the parallel one, the same on all ranks, and a non-finite gradient in it."""

@@ -390,9 +390,16 @@ def _held_at_the_end(program: Program) -> list[IRValue]:
     return [*program.results(), *later, *(after for _, after in program.buffer_updates)]
 
 
+def output_symbols(tree: Tree) -> set[str]:
+    """The names of dynamic sizes that a result speaks of: numbers among its leaves."""
+    return {name for _, leaf in tree.leaves() if hasattr(leaf, "free_symbols") for name in size_symbols(leaf)}
+
+
 def used_symbols(program: Program) -> set[str]:
-    """The names of dynamic sizes that the body speaks of."""
-    used: set[str] = set()
+    """The names of dynamic sizes that the body and its results speak of."""
+    used = output_symbols(program.output)
+    if program.whole_output is not None:
+        used |= output_symbols(program.whole_output)
     for instruction in program.instructions:
         if isinstance(instruction, Adapt):
             for cut in (instruction.step.cut, instruction.step.to_cut):

@@ -20,7 +20,7 @@ from shardwright.compiler.codegen.imports import sorted_imports
 from shardwright.compiler.codegen.literals import joined_text, names_text, source, tuple_text
 from shardwright.compiler.codegen.names import Scope
 from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, wrap, wrap_statement
-from shardwright.compiler.ir.graph import IRGraph
+from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.identifier import identifier, is_name
 from shardwright.compiler.ir.quote import docstring, quoted
 from shardwright.compiler.ir.size import to_python
@@ -245,11 +245,16 @@ class Writer(BodyWriter):
         head = self._unpack(scope, used_symbols(program))
         body = self._statements(program, scope)
         if program.whole_output is not None:
-            step = Line(f"return {self._output(program.output, scope)}", LEAVES_OUT, ("if self.trains",))
+            step = Line(self._return(program.output, scope), LEAVES_OUT, ("if self.trains",))
             body += [step, *self._tail(program, scope)]
-        body.append(Line(f"return {self._output(program.whole_output or program.output, scope)}"))
+        body.append(Line(self._return(program.whole_output or program.output, scope)))
         lines = layout_lines([*head, *self._axis_lines(body, program), *body], 8)
         return [line.removeprefix("    ") for line in lines]
+
+    def _return(self, output: Tree, scope: Scope) -> str:
+        result = self._output(output, scope)
+        self.imports |= {"import math"} if "math." in result else set()
+        return f"return {result}"
 
 
 def sample_arguments(graph: IRGraph) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwright.compiler.codegen.body import LEAVES_OUT, BodyWriter, used_symbols
+from shardwright.compiler.codegen.body import LEAVES_OUT, BodyWriter, output_symbols, used_symbols
 from shardwright.compiler.codegen.comments import legend
 from shardwright.compiler.codegen.emit import (
     Origin,
@@ -114,7 +114,8 @@ class _PipelineWriter(BodyWriter):
         program, plan = self.pipeline, self.pipeline.plan
         named = _named_bodies(program)
         bodies = [self._stage_lines(p, index, f"stage{index}{body}") for body, p in named for index in self.own]
-        outputs = {f"output{body}": self._result_lines(p.graph.output) for body, p in named}
+        outputs = {f"output{body}": (_output_sizes(p), self._result_lines(p.graph.output)) for body, p in named}
+        sizes = {f"output_sizes{body}": _output_sizes(p) for body, p in named}
         self.imports |= set(PIPELINE_IMPORTS)
         dims = program.graph.dims
         return {
@@ -138,6 +139,7 @@ class _PipelineWriter(BodyWriter):
             "declarations": self._declarations(),
             "bodies": bodies,
             "outputs": outputs,
+            "output_sizes": [line for name, found in sizes.items() if found for line in assigned(name, names_text(found))],
             "methods": [method.lines for method in self.methods.values()],
             "imports": sorted_imports(self.imports | {"import torch"}),
             "dims": legend(dims, self.program) if dims else "",
@@ -194,6 +196,7 @@ class _PipelineWriter(BodyWriter):
     def _result_lines(self, tree: Tree) -> list[str]:
         """The body of ``output``: the result structure over its leaves by path."""
         text = self._output(_by_path(tree, ""), _Leaves(set()))
+        self.imports |= {"import math"} if "math." in text else set()
         return layout_lines([Line(f"return {text}")], 8)
 
     def _declarations(self) -> list[str]:
@@ -209,6 +212,12 @@ def _named_bodies(program: PipelineProgram) -> list[tuple[str, PipelineProgram]]
 def _symbols(program: PipelineProgram) -> tuple[str, ...]:
     """The names of the sizes that vary between samples."""
     return tuple(dict.fromkeys(dim.symbol for dim in program.graph.dynamic_dims))
+
+
+def _output_sizes(program: PipelineProgram) -> tuple[str, ...]:
+    """Those of them that the result of the whole module speaks of."""
+    used = output_symbols(program.graph.output)
+    return tuple(symbol for symbol in _symbols(program) if symbol in used)
 
 
 def _symbols_of(program: PipelineProgram, stage: int) -> tuple[str, ...]:

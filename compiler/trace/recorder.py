@@ -272,12 +272,13 @@ class Recorder:
             return self.value(self.make_constant(torch.from_numpy(arg)))
         if isinstance(arg, range):
             return tuple(arg)
-        is_module = isinstance(arg, torch.nn.Module)
-        if arg is Ellipsis or isinstance(arg, torch.memory_format | torch.layout) or (callable(arg) and not is_module):
+        if arg is Ellipsis or isinstance(arg, torch.memory_format | torch.layout):
             return arg
         hint = "pass tensors, numbers, strings, dtypes and tuples of these, of an object or dict what is used of it"
-        if is_module:
+        if isinstance(arg, torch.nn.Module):
             hint = "call the module outside, or in a function under torch.utils.checkpoint, which is traced through"
+        elif callable(arg):
+            hint = "register a function that calls it with this one, or let it choose the function by a name"
         raise TraceError(
             f"{caller} got an argument of type {type(arg).__name__}, which a graph cannot hold",
             where=self.where(),

@@ -193,8 +193,10 @@ class PipelineModule(ParallelModule):
         ranks = self._stages_over_units if ZERO in names else self._stage_ranks
         return ranks[self._running if stage is None else stage].axis(*names)
 
-    def output(self, leaves: Mapping[str, Any]) -> Any:
-        """The result of the whole module from its leaves by path. Defined by the generated class."""
+    def output(self, leaves: Mapping[str, Any], **sizes: int) -> Any:
+        """The result of the whole module from its leaves by path, and from those of the sizes that ``output_sizes`` names.
+        Defined by the generated class.
+        """
         raise NotImplementedError(f"{type(self).__name__} is no generated class: it does not build its result")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -289,7 +291,14 @@ class PipelineModule(ParallelModule):
         self.rng.microbatch = self._base_microbatch + (len(step.samples) if self.training else 0)
         output = getattr(self, f"output{self._body.ending}")
         left_out = {path: self.left_out(path) for path in self.left_out_of_training if self.trains}
-        return [output(_Result(leaves | left_out)) for leaves in self._delivered(made)]
+        wanted = getattr(self, f"output_sizes{self._body.ending}", ())
+        return [
+            output(
+                _Result(leaves | left_out),
+                **{name: size for name, size in zip(self.sizes, sizes, strict=True) if name in wanted},
+            )
+            for leaves, sizes in zip(self._delivered(made), self._sizes, strict=True)
+        ]
 
     def _choose_body(self) -> None:
         """From now on run what the model does in the mode that it is in."""

@@ -1,7 +1,7 @@
 """Write the statements of a program: operators, adapters, buffer updates, and repeated layers as methods.
 
-One statement per operator, names from the user's own, adapters named by what they do, trailing comments with layout, module
-path and source line.
+One statement per operator, names from the user's own, adapters named by what they do, trailing comments with layout and source
+line; the statements of each module under its path.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from shardwright.compiler.codegen.comments import describe
 from shardwright.compiler.codegen.literals import named, source, tuple_text
 from shardwright.compiler.codegen.names import MODULE_ATTRIBUTES, Scope, attribute_path, axis_variables
-from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, names_read, wrap
+from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, names_read, with_headings, wrap
 from shardwright.compiler.ir.graph import IRGraph, Tree
 from shardwright.compiler.ir.identifier import axis_variable, identifier
 from shardwright.compiler.ir.op import AxisRef, leaves
@@ -169,6 +169,7 @@ class BodyWriter:
             else:
                 body.append(self._line(item, scope, program))
             body += self._drop(over.get(position, ()), scope)
+        body = with_headings(body, program.graph.name)
         done = {before.name for item in items if isinstance(item, Run) for before, _ in item.updates}
         return body + [self._update(pair, scope) for pair in program.buffer_updates if pair[0].name not in done]
 
@@ -217,7 +218,8 @@ class BodyWriter:
             guards.append("with torch.no_grad()")
         if op.autocast is not None:
             guards.append(f"with torch.autocast(self.device.type, dtype={op.autocast})")
-        return Line(f"{targets} = {code}", self._comment(instruction, program), tuple(guards))
+        module = op_path(instruction, self._container)
+        return Line(f"{targets} = {code}", self._comment(instruction, program), tuple(guards), module)
 
     def _comment(self, instruction: Compute, program: Program) -> str:
         original = instruction.original
@@ -225,8 +227,7 @@ class BodyWriter:
         alike = len(texts) > 1 and len(set(texts)) == 1
         layout = f"each {texts[0]}" if alike else " ".join(texts)
         source = f"{PurePath(original.source.file).name}:{original.source.line}" if original.source else ""
-        path = original.module_path.removeprefix(self._container).lstrip(".")
-        return comment("  ".join(word for word in (layout, path, source) if word))
+        return comment("  ".join(word for word in (layout, source) if word))
 
     def _adapter_line(self, instruction: Adapt, scope: Scope, program: Program) -> Line:
         step = instruction.step
@@ -277,7 +278,8 @@ class BodyWriter:
         for value in run.outputs:
             scope.define(value)
         targets = ", ".join(scope.name(value) for value in run.outputs)
-        return [Line(f"{targets} = {call}" if targets else call)]
+        module = run.container[0] if run.container else None
+        return [Line(f"{targets} = {call}" if targets else call, module=module)]
 
     def _write_method(self, instances: list[Run], program: Program) -> _Method:
         """The method for runs that are alike, written from the first of them."""
@@ -301,6 +303,7 @@ class BodyWriter:
             lines += self._drop(over.get(position, ()), scope)
         lines += [self._update(update, scope) for update in run.updates]
         self._container = ""
+        lines = with_headings(lines, "block")
         outputs = (
             f"{scope.name(v)} if self.training else None" if v.name in self._train_only else scope.name(v) for v in run.outputs
         )
@@ -382,6 +385,13 @@ def _values_text(tensor: torch.Tensor) -> str:
 
 def _shape_text(value: IRValue) -> str:
     return "[" + ", ".join(to_python(size) for size in value.shape) + "]"
+
+
+def op_path(instruction: Compute, container: str) -> str:
+    """The path of the module that an operator belongs to, below the container whose method is being written."""
+    path = instruction.original.module_path
+    inside = not container or path == container or path.startswith(f"{container}.")
+    return path.removeprefix(container).lstrip(".") if inside else path
 
 
 def _held_at_the_end(program: Program) -> list[IRValue]:

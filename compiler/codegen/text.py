@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+
+from shardwright.compiler.ir.quote import comment
 
 WIDTH = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One statement. ``guards`` are the ``with``/``if`` headers it stands under, outermost first."""
+    """One statement. ``guards`` are the ``with``/``if`` headers it stands under, outermost first. ``module`` is the path of the
+    module it belongs to; of what moves values between modules there is none. ``heading`` is a comment that begins a paragraph.
+    """
 
     code: str
     comment: str = ""
     guards: tuple[str, ...] = ()
+    module: str | None = None
+    heading: str = ""
 
 
 def layout_lines(lines: list[Line], indent: int) -> list[str]:
@@ -27,10 +34,29 @@ def layout_lines(lines: list[Line], indent: int) -> list[str]:
         shared = 0
         while shared < min(len(open_guards), len(line.guards)) and open_guards[shared] == line.guards[shared]:
             shared += 1
+        if line.heading:
+            text += [*([""] if text else []), f"{' ' * (indent + 4 * shared)}# {line.heading}"]
         text += [f"{' ' * (indent + 4 * depth)}{line.guards[depth]}:" for depth in range(shared, len(line.guards))]
         open_guards = line.guards
         text += _place(line, indent + 4 * len(line.guards))
     return text
+
+
+def with_headings(lines: list[Line], own: str) -> list[Line]:
+    """The lines with the path of its module above each stretch of one module, ``own`` where that is the module itself.
+
+    The only statement of a module, such as that of a linear layer, belongs to the module around it: its weight says its name.
+    """
+    counts = Counter(line.module for line in lines)
+    homes = {path: path.rpartition(".")[0] if counts[path] == 1 else path for path in counts if path is not None}
+    if not set(homes.values()) - {""}:
+        return lines
+    headed, current = [], None
+    for line in lines:
+        home = current if line.module is None else homes[line.module]
+        headed.append(line if home == current else replace(line, heading=comment(home or own)))
+        current = home
+    return headed
 
 
 def _place(line: Line, indent: int) -> list[str]:
@@ -38,8 +64,8 @@ def _place(line: Line, indent: int) -> list[str]:
     if line.comment and len(line.code) + indent + len(line.comment) + 4 <= WIDTH:
         return [f"{pad}{line.code}  # {line.comment}"]
     code = [pad + part for part in wrap_statement(line.code, WIDTH - indent)]
-    comment = [f"{pad}# {part}" for part in wrap_comment(line.comment, WIDTH - indent - 2)] if line.comment else []
-    return [*comment, *code]
+    above = [f"{pad}# {part}" for part in wrap_comment(line.comment, WIDTH - indent - 2)] if line.comment else []
+    return [*above, *code]
 
 
 def wrap_comment(text: str, width: int) -> list[str]:

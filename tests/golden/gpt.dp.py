@@ -7,7 +7,7 @@ rank    0 (the only rank)
 plan    0123abcd
 dims    batch 4, seq 8, hidden 16, qkv 3, heads 4, head_dim 4, up_dim 64, vocab 30
 
-Comments give [layout of the result]  module path  source line.
+Above the statements of a module stands its path; the comment of each gives [layout of its result]  source line.
 """
 
 import torch
@@ -70,15 +70,21 @@ class GPT(ParallelModule):
 
     def forward(self, tokens, labels):
         self.check_inputs({"tokens": tokens, "labels": labels})
-        token = F.embedding(tokens, self.token.weight)  # [batch, seq, hidden]  token  tiny_gpt.py:51
+
+        # GPT
+        token = F.embedding(tokens, self.token.weight)  # [batch, seq, hidden]  tiny_gpt.py:51
         arange = torch.arange(8, device=self.device)  # [seq]  tiny_gpt.py:51
-        position = F.embedding(arange, self.position.weight)  # [seq, hidden]  position  tiny_gpt.py:51
+        position = F.embedding(arange, self.position.weight)  # [seq, hidden]  tiny_gpt.py:51
         x = token + position  # [batch, seq, hidden]  tiny_gpt.py:51
+
+        # blocks
         blocks_0_add = self.blocks_block(self.blocks[0], 0, x)
         blocks_1_add = self.blocks_block(self.blocks[1], 1, blocks_0_add)
         blocks_2_add = self.blocks_block(self.blocks[2], 2, blocks_1_add)
-        norm = F.layer_norm(blocks_2_add, (16,), self.norm.weight, self.norm.bias)  # [batch, seq, hidden]  norm  tiny_gpt.py:54
-        head = F.linear(norm, self.token.weight)  # [batch, seq, vocab]  head  tiny_gpt.py:54
+
+        # GPT
+        norm = F.layer_norm(blocks_2_add, (16,), self.norm.weight, self.norm.bias)  # [batch, seq, hidden]  tiny_gpt.py:54
+        head = F.linear(norm, self.token.weight)  # [batch, seq, vocab]  tiny_gpt.py:54
         flatten_1 = head.flatten(end_dim=1)  # [batch * seq, vocab]  tiny_gpt.py:55
         flatten_2 = labels.flatten()  # [batch * seq]  tiny_gpt.py:55
         cross_entropy = F.cross_entropy(flatten_1, flatten_2)  # []  tiny_gpt.py:55
@@ -86,26 +92,30 @@ class GPT(ParallelModule):
 
     def blocks_block(self, block, layer, x):
         """``block`` is one of ``blocks``, number ``layer``."""
-        norm1 = F.layer_norm(x, (16,), block.norm1.weight, block.norm1.bias)  # [batch, seq, hidden]  norm1  tiny_gpt.py:36
-        # [batch, seq, qkv * heads * head_dim]  attention.qkv  tiny_gpt.py:21
+        # block
+        norm1 = F.layer_norm(x, (16,), block.norm1.weight, block.norm1.bias)  # [batch, seq, hidden]  tiny_gpt.py:36
+
+        # attention
+        # [batch, seq, qkv * heads * head_dim]  tiny_gpt.py:21
         attention_qkv = F.linear(norm1, block.attention.qkv.weight, block.attention.qkv.bias)
-        attention_qkv_1 = attention_qkv.view(4, 8, 3, 4, 4)  # [batch, seq, qkv, heads, head_dim]  attention  tiny_gpt.py:21
-        # [qkv, batch, heads, seq, head_dim]  attention  tiny_gpt.py:22
-        attention_permute = attention_qkv_1.permute(2, 0, 3, 1, 4)
-        # each [batch, heads, seq, head_dim]  attention  tiny_gpt.py:22
+        attention_qkv_1 = attention_qkv.view(4, 8, 3, 4, 4)  # [batch, seq, qkv, heads, head_dim]  tiny_gpt.py:21
+        attention_permute = attention_qkv_1.permute(2, 0, 3, 1, 4)  # [qkv, batch, heads, seq, head_dim]  tiny_gpt.py:22
+        # each [batch, heads, seq, head_dim]  tiny_gpt.py:22
         attention_query, attention_key, attention_value = attention_permute.unbind()
-        # [batch, heads, seq, head_dim]  attention  tiny_gpt.py:23
+        # [batch, heads, seq, head_dim]  tiny_gpt.py:23
         attention_mixed = F.scaled_dot_product_attention(attention_query, attention_key, attention_value, is_causal=True)
-        attention_transpose = attention_mixed.transpose(1, 2)  # [batch, seq, heads, head_dim]  attention  tiny_gpt.py:24
-        attention_reshape = attention_transpose.reshape(4, 8, 16)  # [batch, seq, heads * head_dim]  attention  tiny_gpt.py:24
-        # [batch, seq, hidden]  attention.out  tiny_gpt.py:24
+        attention_transpose = attention_mixed.transpose(1, 2)  # [batch, seq, heads, head_dim]  tiny_gpt.py:24
+        attention_reshape = attention_transpose.reshape(4, 8, 16)  # [batch, seq, heads * head_dim]  tiny_gpt.py:24
+        # [batch, seq, hidden]  tiny_gpt.py:24
         attention_out = F.linear(attention_reshape, block.attention.out.weight, block.attention.out.bias)
+
+        # block
         x_1 = x + attention_out  # [batch, seq, hidden]  tiny_gpt.py:36
-        norm2 = F.layer_norm(x_1, (16,), block.norm2.weight, block.norm2.bias)  # [batch, seq, hidden]  norm2  tiny_gpt.py:37
-        up = F.linear(norm2, block.up.weight, block.up.bias)  # [batch, seq, up_dim]  up  tiny_gpt.py:37
+        norm2 = F.layer_norm(x_1, (16,), block.norm2.weight, block.norm2.bias)  # [batch, seq, hidden]  tiny_gpt.py:37
+        up = F.linear(norm2, block.up.weight, block.up.bias)  # [batch, seq, up_dim]  tiny_gpt.py:37
         gelu = F.gelu(up)  # [batch, seq, up_dim]  tiny_gpt.py:37
-        down = F.linear(gelu, block.down.weight, block.down.bias)  # [batch, seq, hidden]  down  tiny_gpt.py:37
-        # [batch, seq, hidden]  dropout  tiny_gpt.py:37
+        down = F.linear(gelu, block.down.weight, block.down.bias)  # [batch, seq, hidden]  tiny_gpt.py:37
+        # [batch, seq, hidden]  tiny_gpt.py:37
         dropout_1 = dropout(
             down, p=0.1, training=self.training, rng=self.rng, draw=f"blocks_{layer}_dropout", layout="[4, 8, 16]"
         )

@@ -7,8 +7,9 @@ rank    0 (tp=0)
 plan    0123abcd
 dims    batch 4, seq 8, hidden 16, qkv 3, heads 4, head_dim 4, up_dim 64, vocab 30
 
-Comments give [layout of the result]  module path  source line. In a layout, d/tp is dim d cut along axis tp; P(tp): the value
-is the sum over tp; G(tp): the value is whole and its gradient is the sum over tp.
+Above the statements of a module stands its path; the comment of each gives [layout of its result]  source line. In a layout,
+d/tp is dim d cut along axis tp; P(tp): the value is the sum over tp; G(tp): the value is whole and its gradient is the sum
+over tp.
 """
 
 import torch
@@ -73,18 +74,24 @@ class GPT(ParallelModule):
     def forward(self, tokens, labels):
         self.check_inputs({"tokens": tokens, "labels": labels})
         tp = self.axis("tp")
-        # [batch, seq, hidden] P(tp)  token  tiny_gpt.py:51
+
+        # GPT
+        # [batch, seq, hidden] P(tp)  tiny_gpt.py:51
         token = embedding(tokens, self.token.weight, vocab_axes=(tp,), start=tp.offset(30), num_embeddings=30)
         arange = torch.arange(8, device=self.device)  # [seq]  tiny_gpt.py:51
-        position = F.embedding(arange, self.position.weight)  # [seq, hidden]  position  tiny_gpt.py:51
+        position = F.embedding(arange, self.position.weight)  # [seq, hidden]  tiny_gpt.py:51
         token_tp_sum = all_reduce(token, tp)  # tp: P -> R
         x = token_tp_sum + position  # [batch, seq, hidden]  tiny_gpt.py:51
+
+        # blocks
         blocks_0_add = self.blocks_block(self.blocks[0], 0, x)
         blocks_1_add = self.blocks_block(self.blocks[1], 1, blocks_0_add)
         blocks_2_add = self.blocks_block(self.blocks[2], 2, blocks_1_add)
-        norm = F.layer_norm(blocks_2_add, (16,), self.norm.weight, self.norm.bias)  # [batch, seq, hidden]  norm  tiny_gpt.py:54
+
+        # GPT
+        norm = F.layer_norm(blocks_2_add, (16,), self.norm.weight, self.norm.bias)  # [batch, seq, hidden]  tiny_gpt.py:54
         norm_tp_in = grad_all_reduce(norm, tp)  # tp: R -> G
-        head = F.linear(norm_tp_in, self.token.weight)  # [batch, seq, vocab/tp]  head  tiny_gpt.py:54
+        head = F.linear(norm_tp_in, self.token.weight)  # [batch, seq, vocab/tp]  tiny_gpt.py:54
         flatten_1 = head.flatten(end_dim=1)  # [batch * seq, vocab/tp]  tiny_gpt.py:55
         flatten_2 = labels.flatten()  # [batch * seq]  tiny_gpt.py:55
         # []  tiny_gpt.py:55
@@ -97,32 +104,37 @@ class GPT(ParallelModule):
     def blocks_block(self, block, layer, x):
         """``block`` is one of ``blocks``, number ``layer``."""
         tp = self.axis("tp")
-        norm1 = F.layer_norm(x, (16,), block.norm1.weight, block.norm1.bias)  # [batch, seq, hidden]  norm1  tiny_gpt.py:36
+
+        # block
+        norm1 = F.layer_norm(x, (16,), block.norm1.weight, block.norm1.bias)  # [batch, seq, hidden]  tiny_gpt.py:36
         norm1_tp_in = grad_all_reduce(norm1, tp)  # tp: R -> G
-        # [batch, seq, qkv * heads/tp * head_dim]  attention.qkv  tiny_gpt.py:21
+
+        # attention
+        # [batch, seq, qkv * heads/tp * head_dim]  tiny_gpt.py:21
         attention_qkv = F.linear(norm1_tp_in, block.attention.qkv.weight, block.attention.qkv.bias)
-        attention_qkv_1 = attention_qkv.view(4, 8, 3, 2, 4)  # [batch, seq, qkv, heads/tp, head_dim]  attention  tiny_gpt.py:21
-        # [qkv, batch, heads/tp, seq, head_dim]  attention  tiny_gpt.py:22
-        attention_permute = attention_qkv_1.permute(2, 0, 3, 1, 4)
-        # each [batch, heads/tp, seq, head_dim]  attention  tiny_gpt.py:22
+        attention_qkv_1 = attention_qkv.view(4, 8, 3, 2, 4)  # [batch, seq, qkv, heads/tp, head_dim]  tiny_gpt.py:21
+        attention_permute = attention_qkv_1.permute(2, 0, 3, 1, 4)  # [qkv, batch, heads/tp, seq, head_dim]  tiny_gpt.py:22
+        # each [batch, heads/tp, seq, head_dim]  tiny_gpt.py:22
         attention_query, attention_key, attention_value = attention_permute.unbind()
-        # [batch, heads/tp, seq, head_dim]  attention  tiny_gpt.py:23
+        # [batch, heads/tp, seq, head_dim]  tiny_gpt.py:23
         attention_mixed = F.scaled_dot_product_attention(attention_query, attention_key, attention_value, is_causal=True)
-        attention_transpose = attention_mixed.transpose(1, 2)  # [batch, seq, heads/tp, head_dim]  attention  tiny_gpt.py:24
-        attention_reshape = attention_transpose.reshape(4, 8, 8)  # [batch, seq, heads/tp * head_dim]  attention  tiny_gpt.py:24
+        attention_transpose = attention_mixed.transpose(1, 2)  # [batch, seq, heads/tp, head_dim]  tiny_gpt.py:24
+        attention_reshape = attention_transpose.reshape(4, 8, 8)  # [batch, seq, heads/tp * head_dim]  tiny_gpt.py:24
         attention_out_bias_tp_once = keep_one(block.attention.out.bias, tp)  # tp: R -> P
-        # [batch, seq, hidden] P(tp)  attention.out  tiny_gpt.py:24
+        # [batch, seq, hidden] P(tp)  tiny_gpt.py:24
         attention_out = F.linear(attention_reshape, block.attention.out.weight, attention_out_bias_tp_once)
         attention_out_tp_sum = all_reduce(attention_out, tp)  # tp: P -> R
+
+        # block
         x_1 = x + attention_out_tp_sum  # [batch, seq, hidden]  tiny_gpt.py:36
-        norm2 = F.layer_norm(x_1, (16,), block.norm2.weight, block.norm2.bias)  # [batch, seq, hidden]  norm2  tiny_gpt.py:37
+        norm2 = F.layer_norm(x_1, (16,), block.norm2.weight, block.norm2.bias)  # [batch, seq, hidden]  tiny_gpt.py:37
         norm2_tp_in = grad_all_reduce(norm2, tp)  # tp: R -> G
-        up = F.linear(norm2_tp_in, block.up.weight, block.up.bias)  # [batch, seq, up_dim/tp]  up  tiny_gpt.py:37
+        up = F.linear(norm2_tp_in, block.up.weight, block.up.bias)  # [batch, seq, up_dim/tp]  tiny_gpt.py:37
         gelu = F.gelu(up)  # [batch, seq, up_dim/tp]  tiny_gpt.py:37
         down_bias_tp_once = keep_one(block.down.bias, tp)  # tp: R -> P
-        down = F.linear(gelu, block.down.weight, down_bias_tp_once)  # [batch, seq, hidden] P(tp)  down  tiny_gpt.py:37
+        down = F.linear(gelu, block.down.weight, down_bias_tp_once)  # [batch, seq, hidden] P(tp)  tiny_gpt.py:37
         down_tp_sum = all_reduce(down, tp)  # tp: P -> R
-        # [batch, seq, hidden]  dropout  tiny_gpt.py:37
+        # [batch, seq, hidden]  tiny_gpt.py:37
         dropout_1 = dropout(
             down_tp_sum, p=0.1, training=self.training, rng=self.rng, draw=f"blocks_{layer}_dropout", layout="[4, 8, 16]"
         )

@@ -8,8 +8,9 @@ rank    0 (the only rank)
 plan    0123abcd
 dims    batch 4, seq 8, hidden 16, qkv 3, heads 4, head_dim 4, up_dim 64, vocab 30
 
-Comments give [layout of the result]  module path  source line. In a layout, d/zero is dim d cut along axis zero; P(zero): the
-value is the sum over zero; G(zero): the value is whole and its gradient is the sum over zero.
+Above the statements of a module stands its path; the comment of each gives [layout of its result]  source line. In a layout,
+d/zero is dim d cut along axis zero; P(zero): the value is the sum over zero; G(zero): the value is whole and its gradient is
+the sum over zero.
 """
 
 import torch
@@ -76,19 +77,25 @@ class GPT(ParallelModule):
         self.check_inputs({"tokens": tokens, "labels": labels})
         zero = self.axis("zero")
         token_weight_zero_whole = self.gathered(self.token.weight, zero, dim=0)  # zero: S(0) -> G
-        token = F.embedding(tokens, token_weight_zero_whole)  # [batch, seq, hidden]  token  tiny_gpt.py:51
+
+        # GPT
+        token = F.embedding(tokens, token_weight_zero_whole)  # [batch, seq, hidden]  tiny_gpt.py:51
         del token_weight_zero_whole
         arange = torch.arange(8, device=self.device)  # [seq]  tiny_gpt.py:51
         position_weight_zero_whole = self.gathered(self.position.weight, zero, dim=0)  # zero: S(0) -> G
-        position = F.embedding(arange, position_weight_zero_whole)  # [seq, hidden]  position  tiny_gpt.py:51
+        position = F.embedding(arange, position_weight_zero_whole)  # [seq, hidden]  tiny_gpt.py:51
         del position_weight_zero_whole
         x = token + position  # [batch, seq, hidden]  tiny_gpt.py:51
+
+        # blocks
         blocks_0_add = self.blocks_block(self.blocks[0], 0, x)
         blocks_1_add = self.blocks_block(self.blocks[1], 1, blocks_0_add)
         blocks_2_add = self.blocks_block(self.blocks[2], 2, blocks_1_add)
-        norm = F.layer_norm(blocks_2_add, (16,), self.norm.weight, self.norm.bias)  # [batch, seq, hidden]  norm  tiny_gpt.py:54
+
+        # GPT
+        norm = F.layer_norm(blocks_2_add, (16,), self.norm.weight, self.norm.bias)  # [batch, seq, hidden]  tiny_gpt.py:54
         token_weight_zero_whole_2 = self.gathered(self.token.weight, zero, dim=0)  # zero: S(0) -> G
-        head = F.linear(norm, token_weight_zero_whole_2)  # [batch, seq, vocab]  head  tiny_gpt.py:54
+        head = F.linear(norm, token_weight_zero_whole_2)  # [batch, seq, vocab]  tiny_gpt.py:54
         del token_weight_zero_whole_2
         flatten_1 = head.flatten(end_dim=1)  # [batch * seq, vocab]  tiny_gpt.py:55
         flatten_2 = labels.flatten()  # [batch * seq]  tiny_gpt.py:55
@@ -98,34 +105,39 @@ class GPT(ParallelModule):
     def blocks_block(self, block, layer, x):
         """``block`` is one of ``blocks``, number ``layer``."""
         zero = self.axis("zero")
-        norm1 = F.layer_norm(x, (16,), block.norm1.weight, block.norm1.bias)  # [batch, seq, hidden]  norm1  tiny_gpt.py:36
+
+        # block
+        norm1 = F.layer_norm(x, (16,), block.norm1.weight, block.norm1.bias)  # [batch, seq, hidden]  tiny_gpt.py:36
         attention_qkv_weight_zero_whole = self.gathered(block.attention.qkv.weight, zero, dim=0)  # zero: S(0) -> G
-        # [batch, seq, qkv * heads * head_dim]  attention.qkv  tiny_gpt.py:21
+
+        # attention
+        # [batch, seq, qkv * heads * head_dim]  tiny_gpt.py:21
         attention_qkv = F.linear(norm1, attention_qkv_weight_zero_whole, block.attention.qkv.bias)
         del attention_qkv_weight_zero_whole
-        attention_qkv_1 = attention_qkv.view(4, 8, 3, 4, 4)  # [batch, seq, qkv, heads, head_dim]  attention  tiny_gpt.py:21
-        # [qkv, batch, heads, seq, head_dim]  attention  tiny_gpt.py:22
-        attention_permute = attention_qkv_1.permute(2, 0, 3, 1, 4)
-        # each [batch, heads, seq, head_dim]  attention  tiny_gpt.py:22
+        attention_qkv_1 = attention_qkv.view(4, 8, 3, 4, 4)  # [batch, seq, qkv, heads, head_dim]  tiny_gpt.py:21
+        attention_permute = attention_qkv_1.permute(2, 0, 3, 1, 4)  # [qkv, batch, heads, seq, head_dim]  tiny_gpt.py:22
+        # each [batch, heads, seq, head_dim]  tiny_gpt.py:22
         attention_query, attention_key, attention_value = attention_permute.unbind()
-        # [batch, heads, seq, head_dim]  attention  tiny_gpt.py:23
+        # [batch, heads, seq, head_dim]  tiny_gpt.py:23
         attention_mixed = F.scaled_dot_product_attention(attention_query, attention_key, attention_value, is_causal=True)
-        attention_transpose = attention_mixed.transpose(1, 2)  # [batch, seq, heads, head_dim]  attention  tiny_gpt.py:24
-        attention_reshape = attention_transpose.reshape(4, 8, 16)  # [batch, seq, heads * head_dim]  attention  tiny_gpt.py:24
+        attention_transpose = attention_mixed.transpose(1, 2)  # [batch, seq, heads, head_dim]  tiny_gpt.py:24
+        attention_reshape = attention_transpose.reshape(4, 8, 16)  # [batch, seq, heads * head_dim]  tiny_gpt.py:24
         attention_out_weight_zero_whole = self.gathered(block.attention.out.weight, zero, dim=0)  # zero: S(0) -> G
-        # [batch, seq, hidden]  attention.out  tiny_gpt.py:24
+        # [batch, seq, hidden]  tiny_gpt.py:24
         attention_out = F.linear(attention_reshape, attention_out_weight_zero_whole, block.attention.out.bias)
         del attention_out_weight_zero_whole
+
+        # block
         x_1 = x + attention_out  # [batch, seq, hidden]  tiny_gpt.py:36
-        norm2 = F.layer_norm(x_1, (16,), block.norm2.weight, block.norm2.bias)  # [batch, seq, hidden]  norm2  tiny_gpt.py:37
+        norm2 = F.layer_norm(x_1, (16,), block.norm2.weight, block.norm2.bias)  # [batch, seq, hidden]  tiny_gpt.py:37
         up_weight_zero_whole = self.gathered(block.up.weight, zero, dim=0)  # zero: S(0) -> G
-        up = F.linear(norm2, up_weight_zero_whole, block.up.bias)  # [batch, seq, up_dim]  up  tiny_gpt.py:37
+        up = F.linear(norm2, up_weight_zero_whole, block.up.bias)  # [batch, seq, up_dim]  tiny_gpt.py:37
         del up_weight_zero_whole
         gelu = F.gelu(up)  # [batch, seq, up_dim]  tiny_gpt.py:37
         down_weight_zero_whole = self.gathered(block.down.weight, zero, dim=0)  # zero: S(0) -> G
-        down = F.linear(gelu, down_weight_zero_whole, block.down.bias)  # [batch, seq, hidden]  down  tiny_gpt.py:37
+        down = F.linear(gelu, down_weight_zero_whole, block.down.bias)  # [batch, seq, hidden]  tiny_gpt.py:37
         del down_weight_zero_whole
-        # [batch, seq, hidden]  dropout  tiny_gpt.py:37
+        # [batch, seq, hidden]  tiny_gpt.py:37
         dropout_1 = dropout(
             down, p=0.1, training=self.training, rng=self.rng, draw=f"blocks_{layer}_dropout", layout="[4, 8, 16]"
         )

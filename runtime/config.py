@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import keyword
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -352,6 +353,10 @@ def _check_order(order: str | None) -> None:
         )
 
 
+_NAMES_OF_CODE = frozenset(("F", "block", "float", "layer", "math", "max", "min", "operator", "self", "torch"))
+"""What generated code reads besides its variables."""
+
+
 def _json_mapping(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} is a dict", why=f"it is {brief(value)}")
@@ -439,6 +444,12 @@ def _read_dynamic_dims(dynamic_dims: Any) -> dict[str, dict[int, str]]:
                 raise ConfigError(
                     f"dynamic_dims[{brief(path)}]: the name of a size is a Python identifier",
                     why=f"{brief(name)} is not one",
+                    hint=hint,
+                )
+            if keyword.iskeyword(name) or name in _NAMES_OF_CODE or name.startswith("__"):
+                raise ConfigError(
+                    f"dynamic_dims[{path!r}]: a size cannot be called {name!r}",
+                    why="the size is a variable of that name in generated code, where it means something else",
                     hint=hint,
                 )
         result[path] = dict(sorted(named.items()))

@@ -320,8 +320,10 @@ class Layout:
         return " ".join([f"[{dims}]", *marks])
 
 
-_AXIS = r"[^\s\d/*+,()\[\]][^\s/*+,()\[\]]*"
-_ATOM = re.compile(rf"(\d+(?:\+\d+)*)((?:/{_AXIS})*)")
+AXIS = r"[^\s\d/*+,()\[\]][^\s/*+,()\[\]]*"
+"""The name of an axis in the text of a layout: any identifier."""
+
+_ATOM = re.compile(rf"(\d+(?:\+\d+)*)((?:/{AXIS})*)")
 
 
 def _parse_axes(text: str | None) -> tuple[str, ...] | None:

@@ -17,7 +17,8 @@ import sympy
 import torch
 
 from shardwright.compiler.codegen.comments import describe
-from shardwright.compiler.codegen.literals import named, source, tuple_text
+from shardwright.compiler.codegen.literals import named, range_text, source, tuple_text
+from shardwright.compiler.codegen.loops import Loop, loop_at, readers_of
 from shardwright.compiler.codegen.names import MODULE_ATTRIBUTES, Scope, attribute_path, axis_variables
 from shardwright.compiler.codegen.text import WIDTH, Line, layout_lines, names_read, with_headings, wrap
 from shardwright.compiler.ir.graph import IRGraph, Tree
@@ -25,12 +26,12 @@ from shardwright.compiler.ir.identifier import axis_variable, identifier
 from shardwright.compiler.ir.op import AxisRef, leaves
 from shardwright.compiler.ir.quote import comment, docstring, quoted
 from shardwright.compiler.ir.size import Size, to_python, with_axis_variables
-from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.render import Source, argument_source, call_source, imports_of, imports_of_literal, names_bound
 from shardwright.compiler.plan.blocks import Run, Update, container_path, gathered_until, group_blocks, reads, size_symbols
 from shardwright.compiler.plan.conversion import CutSizes
-from shardwright.compiler.plan.program import Adapt, Compute, Declaration, Instruction, Program
+from shardwright.compiler.plan.program import Adapt, Compute, Instruction, Program
 from shardwright.runtime.structure import values_digest
 
 RUNTIME_IMPORTS = {
@@ -136,22 +137,6 @@ class BodyWriter:
             lines += wrap(f"{quoted(path)}: {text},", WIDTH - 8)
         return lines
 
-    def _declaration_lines(self, declarations: Iterable[Declaration]) -> list[str]:
-        lines = []
-        for declaration in declarations:
-            value = declaration.value
-            name = value.fqn or value.name
-            words = [quoted(name), quoted(str(declaration.layout)), str(value.dtype)]
-            if value.kind is ValueKind.PARAMETER and not value.requires_grad:
-                words.append("requires_grad=False")
-            if value.kind is ValueKind.BUFFER and not value.persistent:
-                words.append("persistent=False")
-            if value.aliases:
-                words.append(f"aliases={source(value.aliases)}")
-            method = {ValueKind.PARAMETER: "parameter", ValueKind.BUFFER: "buffer"}.get(value.kind, "constant")
-            lines += wrap(f"self.{method}({', '.join(words)})", WIDTH - 8)
-        return lines
-
     # -------------------------------------------------------------------------------------------------- statements
 
     def _statements(self, program: Program, scope: Scope) -> list[Line]:
@@ -162,13 +147,20 @@ class BodyWriter:
         for item in items:
             if isinstance(item, Run):
                 instances.setdefault(item.key, []).append(item)
-        over = gathered_until(items, _held_at_the_end(program))
-        for position, item in enumerate(items):
-            if isinstance(item, Run):
+        kept = _held_at_the_end(program)
+        over, readers = gathered_until(items, kept), readers_of(items, kept)
+        position = 0
+        while position < len(items):
+            item, loop = items[position], loop_at(items, position, readers, over)
+            if loop is not None:
+                body += self._call_loop(loop, instances[loop.runs[0].key], scope, program)
+                position += len(loop.runs) - 1
+            elif isinstance(item, Run):
                 body += self._call_block(item, instances[item.key], scope, program)
             else:
                 body.append(self._line(item, scope, program))
             body += self._drop(over.get(position, ()), scope)
+            position += 1
         body = with_headings(body, program.graph.name)
         done = {before.name for item in items if isinstance(item, Run) for before, _ in item.updates}
         return body + [self._update(pair, scope) for pair in program.buffer_updates if pair[0].name not in done]
@@ -267,19 +259,45 @@ class BodyWriter:
     # ------------------------------------------------------------------------------------------------------- blocks
 
     def _call_block(self, run: Run, instances: list[Run], scope: Scope, program: Program) -> list[Line]:
-        method = self.methods.get(run.key) or self._write_method(instances, program)
-        arguments = [attribute_path(container_path(run.container))] if run.container else []
-        arguments += [str(run.container[1])] if run.container and method.takes_layer else []
-        arguments += [scope.name(value) for value in run.inputs] + list(run.symbols)
-        call = f"self.{method.name}({', '.join(arguments)})"
-        if run.recompute:
-            self._need("recompute")
-            call = f"recompute({', '.join([f'self.{method.name}', *arguments, 'rng=self.rng'])})"
+        number = str(run.container[1]) if run.container else ""
+        block = attribute_path(container_path(run.container)) if run.container else ""
+        call = self._call(run, instances, (block, number, [scope.name(value) for value in run.inputs]), program)
         for value in run.outputs:
             scope.define(value)
         targets = ", ".join(scope.name(value) for value in run.outputs)
         module = run.container[0] if run.container else None
         return [Line(f"{targets} = {call}" if targets else call, module=module)]
+
+    def _call_loop(self, loop: Loop, instances: list[Run], scope: Scope, program: Program) -> list[Line]:
+        """Layers one after another: variables that each gives the next, and the call of one of them."""
+        first, last = loop.runs[0], loop.runs[-1]
+        assert first.container is not None and last.container is not None
+        prefix, start = first.container
+        inputs = [scope.name(value) for value in first.inputs]
+        for value in last.outputs:
+            name = value.name.removeprefix(f"{identifier(container_path(last.container))}_")
+            scope.define(value, re.sub(r"_\d+$", "", f"{identifier(prefix)}_{name}" if prefix else name))
+        targets = [scope.name(value) for value in last.outputs]
+        begins = dict(sorted((output, inputs[at]) for at, output in loop.carried.items()))
+        inputs = [targets[loop.carried[at]] if at in loop.carried else name for at, name in enumerate(inputs)]
+        block = f"{attribute_path(prefix) if prefix else 'self'}[layer]"
+        call = self._call(first, instances, (block, "layer", inputs), program)
+        header = f"for layer in {range_text(start, len(loop.runs))}"
+        return [
+            Line(f"{', '.join(targets)} = {', '.join(begins.values())}", module=prefix),
+            Line(f"{', '.join(targets)} = {call}", module=prefix, guards=(header,)),
+        ]
+
+    def _call(self, run: Run, instances: list[Run], words: tuple[str, str, list[str]], program: Program) -> str:
+        """The call of a block. ``words``: the sources of the container, of its number, and of the inputs."""
+        method = self.methods.get(run.key) or self._write_method(instances, program)
+        block, number, inputs = words
+        arguments = [*([block] if run.container else []), *([number] if run.container and method.takes_layer else [])]
+        arguments += [*inputs, *run.symbols]
+        if not run.recompute:
+            return f"self.{method.name}({', '.join(arguments)})"
+        self._need("recompute")
+        return f"recompute({', '.join([f'self.{method.name}', *arguments, 'rng=self.rng'])})"
 
     def _write_method(self, instances: list[Run], program: Program) -> _Method:
         """The method for runs that are alike, written from the first of them."""

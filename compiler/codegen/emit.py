@@ -16,6 +16,7 @@ import jinja2
 
 from shardwright.compiler.codegen.body import LEAVES_OUT, RESERVED, BodyWriter, used_symbols
 from shardwright.compiler.codegen.comments import legend
+from shardwright.compiler.codegen.declare import declaration_lines
 from shardwright.compiler.codegen.imports import sorted_imports
 from shardwright.compiler.codegen.literals import joined_text, names_text, source, tuple_text
 from shardwright.compiler.codegen.names import Scope
@@ -152,7 +153,7 @@ class Writer(BodyWriter):
 
     def _declarations(self) -> list[str]:
         declarations = {d.value.name: d for program in self._programs() for d in program.declarations}
-        return self._declaration_lines(declarations.values())
+        return declaration_lines(declarations.values())
 
     # ---------------------------------------------------------------------------------------------------- signature
 
@@ -231,7 +232,7 @@ class Writer(BodyWriter):
     def _name_arguments(self) -> None:
         """Choose what each argument is called in the bodies."""
         symbols = set(self.program.graph.symbols())
-        taken = (self._reserved(self.program) | symbols) - {"block", "layer"}
+        taken = (self._reserved(self.program) | symbols) - {"block"}
         scope = Scope(taken | set(self.program.graph.argument_order))
         for name in self.program.graph.argument_order:
             self._arguments[name] = scope.unused(name) if name in taken else name

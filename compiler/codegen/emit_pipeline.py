@@ -10,6 +10,7 @@ import torch
 
 from shardwright.compiler.codegen.body import LEAVES_OUT, BodyWriter, output_symbols, used_symbols
 from shardwright.compiler.codegen.comments import legend
+from shardwright.compiler.codegen.declare import declaration_lines
 from shardwright.compiler.codegen.emit import (
     Origin,
     assigned,
@@ -201,7 +202,7 @@ class _PipelineWriter(BodyWriter):
 
     def _declarations(self) -> list[str]:
         assert self.pipeline is not None
-        return self._declaration_lines(self.pipeline.declarations_of(self.own))
+        return declaration_lines(self.pipeline.declarations_of(self.own))
 
 
 def _named_bodies(program: PipelineProgram) -> list[tuple[str, PipelineProgram]]:

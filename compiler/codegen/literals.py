@@ -28,6 +28,11 @@ def tuple_text(items: Iterable[str]) -> str:
     return f"({', '.join(words)}{',' if len(words) == 1 else ''})"
 
 
+def range_text(start: int, length: int) -> str:
+    """The source of consecutive numbers."""
+    return f"range({start}, {start + length})" if start else f"range({length})"
+
+
 def names_text(names: Iterable[str]) -> str:
     """The source of a tuple of names."""
     return tuple_text(map(quoted, names))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shardwright.runtime.errors import LoadError
-from shardwright.runtime.layout import Atom, Layout, Mesh
+from shardwright.runtime.layout import AXIS, Atom, Layout, Mesh
 from shardwright.runtime.pieces import local_piece
 
 RngMode = Literal["fast", "plan_independent"]
@@ -126,7 +126,7 @@ def read_layout(text: str, sizes: tuple[tuple[str, int], ...] = ()) -> Layout:
 
 def _numeric_atom(text: str, values: Mapping[str, int]) -> str:
     """``"past + seq+3/tp"`` as ``"8+3/tp"``."""
-    match = re.fullmatch(r"(.*?)((?:/[A-Za-z_]\w*)*)", text)
+    match = re.fullmatch(rf"(.*?)((?:/{AXIS})*)", text)
     assert match is not None
     segments = re.split(r"(?<! )\+(?! )", match[1])
     return "+".join(str(_evaluate(ast.parse(segment.strip(), mode="eval").body, values)) for segment in segments) + match[2]

@@ -32,42 +32,19 @@ class GPT(ParallelModule):
     def declare(self):
         self.parameter("token.weight", "[30, 16] G(dp)", torch.float32, aliases=("head.weight",))
         self.parameter("position.weight", "[8, 16] G(dp)", torch.float32)
-        self.parameter("blocks.0.norm1.weight", "[16] G(dp)", torch.float32)
-        self.parameter("blocks.0.norm1.bias", "[16] G(dp)", torch.float32)
-        self.parameter("blocks.0.norm2.weight", "[16] G(dp)", torch.float32)
-        self.parameter("blocks.0.norm2.bias", "[16] G(dp)", torch.float32)
-        self.parameter("blocks.0.attention.qkv.weight", "[48, 16] G(dp)", torch.float32)
-        self.parameter("blocks.0.attention.qkv.bias", "[48] G(dp)", torch.float32)
-        self.parameter("blocks.0.attention.out.weight", "[16, 16] G(dp)", torch.float32)
-        self.parameter("blocks.0.attention.out.bias", "[16] G(dp)", torch.float32)
-        self.parameter("blocks.0.up.weight", "[64, 16] G(dp)", torch.float32)
-        self.parameter("blocks.0.up.bias", "[64] G(dp)", torch.float32)
-        self.parameter("blocks.0.down.weight", "[16, 64] G(dp)", torch.float32)
-        self.parameter("blocks.0.down.bias", "[16] G(dp)", torch.float32)
-        self.parameter("blocks.1.norm1.weight", "[16] G(dp)", torch.float32)
-        self.parameter("blocks.1.norm1.bias", "[16] G(dp)", torch.float32)
-        self.parameter("blocks.1.norm2.weight", "[16] G(dp)", torch.float32)
-        self.parameter("blocks.1.norm2.bias", "[16] G(dp)", torch.float32)
-        self.parameter("blocks.1.attention.qkv.weight", "[48, 16] G(dp)", torch.float32)
-        self.parameter("blocks.1.attention.qkv.bias", "[48] G(dp)", torch.float32)
-        self.parameter("blocks.1.attention.out.weight", "[16, 16] G(dp)", torch.float32)
-        self.parameter("blocks.1.attention.out.bias", "[16] G(dp)", torch.float32)
-        self.parameter("blocks.1.up.weight", "[64, 16] G(dp)", torch.float32)
-        self.parameter("blocks.1.up.bias", "[64] G(dp)", torch.float32)
-        self.parameter("blocks.1.down.weight", "[16, 64] G(dp)", torch.float32)
-        self.parameter("blocks.1.down.bias", "[16] G(dp)", torch.float32)
-        self.parameter("blocks.2.norm1.weight", "[16] G(dp)", torch.float32)
-        self.parameter("blocks.2.norm1.bias", "[16] G(dp)", torch.float32)
-        self.parameter("blocks.2.norm2.weight", "[16] G(dp)", torch.float32)
-        self.parameter("blocks.2.norm2.bias", "[16] G(dp)", torch.float32)
-        self.parameter("blocks.2.attention.qkv.weight", "[48, 16] G(dp)", torch.float32)
-        self.parameter("blocks.2.attention.qkv.bias", "[48] G(dp)", torch.float32)
-        self.parameter("blocks.2.attention.out.weight", "[16, 16] G(dp)", torch.float32)
-        self.parameter("blocks.2.attention.out.bias", "[16] G(dp)", torch.float32)
-        self.parameter("blocks.2.up.weight", "[64, 16] G(dp)", torch.float32)
-        self.parameter("blocks.2.up.bias", "[64] G(dp)", torch.float32)
-        self.parameter("blocks.2.down.weight", "[16, 64] G(dp)", torch.float32)
-        self.parameter("blocks.2.down.bias", "[16] G(dp)", torch.float32)
+        for layer in range(3):
+            self.parameter(f"blocks.{layer}.norm1.weight", "[16] G(dp)", torch.float32)
+            self.parameter(f"blocks.{layer}.norm1.bias", "[16] G(dp)", torch.float32)
+            self.parameter(f"blocks.{layer}.norm2.weight", "[16] G(dp)", torch.float32)
+            self.parameter(f"blocks.{layer}.norm2.bias", "[16] G(dp)", torch.float32)
+            self.parameter(f"blocks.{layer}.attention.qkv.weight", "[48, 16] G(dp)", torch.float32)
+            self.parameter(f"blocks.{layer}.attention.qkv.bias", "[48] G(dp)", torch.float32)
+            self.parameter(f"blocks.{layer}.attention.out.weight", "[16, 16] G(dp)", torch.float32)
+            self.parameter(f"blocks.{layer}.attention.out.bias", "[16] G(dp)", torch.float32)
+            self.parameter(f"blocks.{layer}.up.weight", "[64, 16] G(dp)", torch.float32)
+            self.parameter(f"blocks.{layer}.up.bias", "[64] G(dp)", torch.float32)
+            self.parameter(f"blocks.{layer}.down.weight", "[16, 64] G(dp)", torch.float32)
+            self.parameter(f"blocks.{layer}.down.bias", "[16] G(dp)", torch.float32)
         self.parameter("norm.weight", "[16] G(dp)", torch.float32)
         self.parameter("norm.bias", "[16] G(dp)", torch.float32)
 
@@ -83,12 +60,12 @@ class GPT(ParallelModule):
         x = token + position  # [batch/dp, seq, hidden]  tiny_gpt.py:51
 
         # blocks
-        blocks_0_add = self.blocks_block(self.blocks[0], 0, x)
-        blocks_1_add = self.blocks_block(self.blocks[1], 1, blocks_0_add)
-        blocks_2_add = self.blocks_block(self.blocks[2], 2, blocks_1_add)
+        blocks_add = x
+        for layer in range(3):
+            blocks_add = self.blocks_block(self.blocks[layer], layer, blocks_add)
 
         # GPT
-        norm = F.layer_norm(blocks_2_add, (16,), self.norm.weight, self.norm.bias)  # [batch/dp, seq, hidden]  tiny_gpt.py:54
+        norm = F.layer_norm(blocks_add, (16,), self.norm.weight, self.norm.bias)  # [batch/dp, seq, hidden]  tiny_gpt.py:54
         head = F.linear(norm, self.token.weight)  # [batch/dp, seq, vocab]  tiny_gpt.py:54
         flatten_1 = head.flatten(end_dim=1)  # [batch/dp * seq, vocab]  tiny_gpt.py:55
         labels_dp_shard = narrow(labels, dp, dim=0, backward="all_gather")  # dp: R -> S(0)

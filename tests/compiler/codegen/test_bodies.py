@@ -91,15 +91,53 @@ def test_many_equal_layers_are_one_method(policy: str, tmp_path: Path) -> None:
     compiled, _ = plans.check_policy(seeded(lambda: Stack(*(Layer() for _ in range(24)))), X, policy, 2, tmp_path)
     assert methods_of(compiled) == ["declare", "forward", "layers_block"]
     text = compiled.files["gencode0.py"]
-    assert text.count("F.layer_norm(") == 1 and text.count("self.layers_block(self.layers[") == 24
+    assert text.count("F.layer_norm(") == 1 and text.count("self.layers_block(self.layers[layer]") == 1
+    assert body_of(compiled, "forward").count("for layer in range(24):") == 1
+    assert body_of(compiled, "declare").count("for layer in range(24):") == 1
+    declared = [d.value.fqn for d in compiled.program.declarations]
+    assert declared == [name for name, _ in seeded(lambda: Stack(*(Layer() for _ in range(24)))).named_parameters()]
 
 
 def test_a_layer_that_differs_stays_apart(tmp_path: Path) -> None:
     layers = [lambda: Layer(), lambda: Layer(), lambda: Layer(10), lambda: Layer()]
     compiled, _ = plans.check_policy(seeded(lambda: Stack(*(make() for make in layers))), X, "tp", 2, tmp_path)
     assert methods_of(compiled) == ["declare", "forward", "layers_block"]
-    assert compiled.files["gencode0.py"].count("self.layers_block(") == 3
+    calls = [line for line in body_of(compiled, "forward").splitlines() if "self.layers_block(" in line]
+    assert len(calls) == 2 and "self.layers[layer]" in calls[0] and "self.layers[3]" in calls[1]
     assert "self.layers[2].up.weight" in compiled.files["gencode0.py"]
+
+
+class Called(Stack):
+    """Layers called in the order given, and what is kept of each: ``all``, what goes into the ``middle`` one, or nothing."""
+
+    def __init__(self, order: tuple[int, ...], kept: str = "", count: int = 4) -> None:
+        super().__init__(*(Layer() for _ in range(count)))
+        self.order, self.kept = order, kept
+
+    def forward(self, x: Tensor, layer: float = 2.0) -> Tensor:  # an argument called like the number of a loop
+        found = []
+        x = x + self.places
+        for position, index in enumerate(self.order):
+            if self.kept == "all" or (self.kept == "middle" and position == 2):
+                found.append(x)
+            x = self.layers[index](x)
+        return sum((y.square().mean() for y in found), x.square().mean()) + x.mean() * layer
+
+
+LOOPS = {
+    "in order": (Called((0, 1, 2, 3)), ["range(4)"]),
+    "the last ones": (Called((2, 3, 1)), ["range(2, 4)"]),
+    "backwards": (Called((3, 2, 1, 0)), []),
+    "all leave": (Called((0, 1, 2, 3), "all"), []),
+    "one leaves": (Called((0, 1, 2, 3), "middle"), ["range(2)", "range(2, 4)"]),
+}
+
+
+@pytest.mark.parametrize(("model", "loops"), LOOPS.values(), ids=LOOPS)
+def test_layers_are_a_loop_where_nothing_of_each_leaves(model: nn.Module, loops: list[str], tmp_path: Path) -> None:
+    compiled, _ = plans.check_policy(seeded(lambda: model), {**X, "layer": 2.0}, "tp", 2, tmp_path)
+    lines = "\n".join(body_of(compiled, name) for name in methods_of(compiled) if name.startswith("forward")).splitlines()
+    assert [line.split(" in ")[1].rstrip(":") for line in lines if line.strip().startswith("for layer")] == loops
 
 
 def test_two_kinds_of_layers_are_two_methods(tmp_path: Path) -> None:
@@ -178,7 +216,8 @@ class Recomputing(nn.Module):
 def test_recomputed_layers_have_the_same_gradients(policy: str, tmp_path: Path) -> None:
     compiled, _ = plans.check_policy(seeded(Recomputing), X, policy, 1 if policy == "dp" else 2, tmp_path)
     forward = body_of(compiled, "forward")
-    assert forward.count("recompute(self.layers_block, self.layers[") == 3  # the dropout behind each layer included
+    assert forward.count("recompute(self.layers_block, self.layers[layer]") == 1  # the dropout behind each layer included
+    assert forward.count("for layer in range(3):") == 1
     assert methods_of(compiled) == ["declare", "forward", "layers_block"]
 
 
@@ -232,7 +271,7 @@ def test_gradient_checkpointing_of_transformers(tmp_path: Path) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     compiled = plans.compile_with(plans.traced(model, inputs), "tp", 2)
     plans.check(model, inputs, compiled, tmp_path, plain)
-    assert body_of(compiled, "forward").count("recompute(self.") == 2
+    assert body_of(compiled, "forward").count("recompute(self.") == 1
 
 
 def test_dropout_is_the_same_when_it_is_recomputed(tmp_path: Path) -> None:

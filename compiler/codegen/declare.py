@@ -1,0 +1,78 @@
+"""The declarations of a generated class: one statement per tensor, and one for a tensor of all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from shardwright.compiler.codegen.literals import named, range_text, source
+from shardwright.compiler.codegen.text import WIDTH, wrap
+from shardwright.compiler.ir.quote import quoted
+from shardwright.compiler.ir.value import ValueKind
+from shardwright.compiler.plan.blocks import container_of
+from shardwright.compiler.plan.program import Declaration
+
+_METHODS = {ValueKind.PARAMETER: "parameter", ValueKind.BUFFER: "buffer"}
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Neighbouring declarations of one layer, or of none. Layers that are alike have the same ``statements``."""
+
+    container: tuple[str, int] | None
+    declarations: tuple[Declaration, ...]
+
+    @property
+    def statements(self) -> list[str]:
+        return [_statement(declaration, self.container) for declaration in self.declarations]
+
+    def follows(self, earlier: _Layer) -> bool:
+        """Whether it is the next layer of the same list, and like ``earlier``."""
+        if self.container is None or earlier.container is None:
+            return False
+        (prefix, index), (earlier_prefix, earlier_index) = self.container, earlier.container
+        return (prefix, index) == (earlier_prefix, earlier_index + 1) and self.statements == earlier.statements
+
+
+def declaration_lines(declarations: Iterable[Declaration]) -> list[str]:
+    """The body of ``declare``, in the order of the declarations. Layers that are alike are a loop over their numbers."""
+    layers = [_Layer(key, tuple(group)) for key, group in groupby(declarations, lambda d: container_of(_name(d)))]
+    lines = []
+    for alike in _stretches(layers):
+        first = alike[0]
+        if len(alike) == 1 or first.container is None:
+            lines += [line for declaration in first.declarations for line in wrap(_statement(declaration, None), WIDTH - 8)]
+            continue
+        lines.append(f"for layer in {range_text(first.container[1], len(alike))}:")
+        lines += [f"    {line}" for statement in first.statements for line in wrap(statement, WIDTH - 12)]
+    return lines
+
+
+def _stretches(layers: Sequence[_Layer]) -> Iterator[list[_Layer]]:
+    """Layers, each with those that follow it and are alike."""
+    stretch: list[_Layer] = []
+    for layer in layers:
+        if stretch and not layer.follows(stretch[-1]):
+            yield stretch
+            stretch = []
+        stretch.append(layer)
+    if stretch:
+        yield stretch
+
+
+def _name(declaration: Declaration) -> str:
+    return declaration.value.fqn or declaration.value.name
+
+
+def _statement(declaration: Declaration, container: tuple[str, int] | None) -> str:
+    """``self.parameter("up.weight", "[32/tp, 8]", torch.float32)``; of a layer with the variable ``layer`` for its number."""
+    value = declaration.value
+    words = [source(named(_name(declaration), container)), quoted(str(declaration.layout)), str(value.dtype)]
+    if value.kind is ValueKind.PARAMETER and not value.requires_grad:
+        words.append("requires_grad=False")
+    if value.kind is ValueKind.BUFFER and not value.persistent:
+        words.append("persistent=False")
+    if value.aliases:
+        words.append(f"aliases={source(tuple(named(alias, container) for alias in value.aliases))}")
+    return f"self.{_METHODS.get(value.kind, 'constant')}({', '.join(words)})"

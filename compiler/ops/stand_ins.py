@@ -14,6 +14,11 @@ def only_finite(input: Tensor) -> Tensor:
     return input
 
 
+def unclamped(input: Tensor, min: float | None = None, max: float | None = None) -> Tensor:
+    """Stands for :func:`shardwright.runtime.ops.unclamped`."""
+    return input
+
+
 def all_chosen(input: Tensor, mask: Tensor) -> Tensor:
     """Stands for :func:`shardwright.runtime.ops.all_chosen`."""
     if has_torch_function((input, mask)):

@@ -12,7 +12,7 @@ import torch
 
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops.stand_ins import only_finite
-from shardwright.compiler.trace.recorder import Call, Recorder, TensorType
+from shardwright.compiler.trace.recorder import Recorder
 
 _OF_FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isposinf": False, "isneginf": False}
 """What functions say of every finite number."""
@@ -34,11 +34,7 @@ def finite_outcome(recorder: Recorder, tensor: torch.Tensor) -> bool | None:
     for value in looked_at.values():
         if value.name in recorder.calls and recorder.calls[value.name][0].function is only_finite:
             continue
-        like = TensorType(value.shape, value.dtype, value.requires_grad)
-        (checked,) = recorder.emit(Call(only_finite, "only_finite", (value,), {}), [like])
-        for variable in list(recorder.variables.values()):
-            if variable.value is value:
-                variable.value = checked
+        recorder.check(only_finite, value)
     return outcome
 
 

@@ -14,7 +14,7 @@ import torch
 
 from shardwright.compiler.ir.op import Arg, RankDevice
 from shardwright.compiler.ir.size import product
-from shardwright.compiler.ir.value import IRValue, ValueKind
+from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.trace.recorder import CUTS, Call, Recorder, TensorType, Variable
 from shardwright.runtime.errors import TraceError
 
@@ -104,6 +104,19 @@ def _random(x: torch.Tensor, from_: int = 0, to: int | None = None) -> torch.Ten
     return torch.randint_like(x, from_, every if to is None else to)
 
 
+CLAMPS = ("clamp_", "clip_", "clamp_min_", "clamp_max_")
+"""In-place operators that leave numbers in a range alone."""
+
+
+def bounds(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """What ``x.clamp_(...)`` or another of :data:`CLAMPS` keeps ``x`` between; ``None`` if that is no number."""
+    first, second = (*args, None, None)[:2]
+    low, high = kwargs.get("min", first), kwargs.get("max", second)
+    if name == "clamp_max_":
+        low, high = None, kwargs.get("max", first)
+    return (low, high) if all(bound is None or isinstance(bound, int | float) for bound in (low, high)) else None
+
+
 DRAWS: dict[str, Callable[..., torch.Tensor]] = {
     "uniform_": _uniform,
     "normal_": _normal,
@@ -136,7 +149,7 @@ def write(recorder: Recorder, variable: Variable, value: IRValue) -> None:
     Raises :class:`TraceError` for parameters, for tensors captured from outside, and for views with no known inverse.
     """
     root = variable.root
-    if root.value.kind is ValueKind.PARAMETER:
+    if recorder.is_parameter(root.value):
         raise TraceError(
             f"forward changes the parameter {root.value.fqn} in place",
             where=recorder.where(),

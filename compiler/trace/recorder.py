@@ -100,6 +100,7 @@ class Recorder:
         self.captured: set[str] = set()  # constants that belong to somebody outside of forward
         self._asked: set[str] = set()  # values made of something whose gradient the user asks for, outside of the module
         self._leaves: set[str] = set()  # values at which torch's own graph of such gradients begins
+        self._checked: dict[str, IRValue] = {}  # value name -> what was checked
         self._kept: list[Any] = []
         self.make_constant: Callable[[torch.Tensor], torch.Tensor] | None = None  # set by the tracer
 
@@ -151,6 +152,22 @@ class Recorder:
             for sibling, value in zip(variable.siblings, values, strict=True):
                 sibling.value, sibling.version = value, root.version
         return variable.value
+
+    def check(self, function: Callable[..., Any], value: IRValue, *args: Arg) -> None:
+        """Append an operator that checks ``value`` and returns it: all tensors that hold ``value`` hold its result from here
+        on. Gradients pass, also where the check stands under ``no_grad``.
+        """
+        like = TensorType(value.shape, value.dtype, value.requires_grad)
+        with torch.enable_grad():
+            checked = self.emit_one(function, like, value, *args)
+        self._checked[checked.name] = value
+        for variable in self.variables.values():
+            if variable.value is value:
+                variable.value = checked
+
+    def is_parameter(self, value: IRValue) -> bool:
+        """Whether a value is a parameter, or one that was checked."""
+        return self._checked.get(value.name, value).kind is ValueKind.PARAMETER
 
     # gradients
 

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.ops import registry
 from shardwright.compiler.ops.known_functions import register_known
+from shardwright.compiler.ops.stand_ins import unclamped
 from shardwright.compiler.trace import inplace
 from shardwright.compiler.trace.call_arguments import (
     has_traced,
@@ -37,7 +38,7 @@ from shardwright.compiler.trace.gradient_facts import FACTS, GradientFacts
 from shardwright.compiler.trace.guards import finite_outcome
 from shardwright.compiler.trace.normalise import on_rank_device
 from shardwright.compiler.trace.opening import opened
-from shardwright.compiler.trace.recorder import Call, Recorder, TensorType, Variable
+from shardwright.compiler.trace.recorder import CUTS, Call, Recorder, TensorType, Variable
 from shardwright.compiler.trace.selecting import UNRECORDED, Selecting
 from shardwright.compiler.trace.source import user_frame
 from shardwright.compiler.trace.strided import strided
@@ -159,6 +160,8 @@ class Tracer(TorchFunctionMode):
             return self._overwrite(func, name, args, kwargs)
         if name in inplace.DRAWS and func is getattr(torch.Tensor, name):
             return self._redraw(func, name, args, kwargs)
+        if name in inplace.CLAMPS and (range_ := self._clamped_parameter(name, args, kwargs)) is not None:
+            return self._check_range(args[0], *range_)
         if (written := without_inplace_flag(func, args, kwargs)) is not None:
             return self._in_place(func, func, args, kwargs, *written)
         if name in inplace.METADATA_CHANGES:
@@ -287,6 +290,18 @@ class Tracer(TorchFunctionMode):
             out = self._run(func, args, kwargs)
             inplace.write(recorder, target, value)
         return out
+
+    def _clamped_parameter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """The range that a whole parameter is clamped to in place; ``None`` for anything else."""
+        variable = self._recorder.variable(args[0])
+        whole = variable.parent is None or (variable.call is not None and variable.call.name in CUTS)
+        is_parameter = self._recorder.is_parameter(variable.root.value)
+        return inplace.bounds(name, args[1:], kwargs) if whole and is_parameter else None
+
+    def _check_range(self, parameter: torch.Tensor, low: Any, high: Any) -> torch.Tensor:
+        """Take a parameter for one that its clamp leaves alone, which the program checks: only optimizers change parameters."""
+        self._recorder.check(unclamped, self._recorder.variable(parameter).root.value, low, high)
+        return parameter
 
     def _redraw(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``x.normal_()`` and the like, as the operators that draw and scale."""

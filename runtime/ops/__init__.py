@@ -10,7 +10,7 @@ from shardwright.runtime.ops.batch_norm import batch_norm
 from shardwright.runtime.ops.cross_entropy import cross_entropy, nll_loss
 from shardwright.runtime.ops.dropout import alpha_dropout, dropout, dropout1d, dropout2d, dropout3d, feature_alpha_dropout
 from shardwright.runtime.ops.embedding import embedding
-from shardwright.runtime.ops.guards import all_chosen, only_finite
+from shardwright.runtime.ops.guards import all_chosen, only_finite, unclamped
 from shardwright.runtime.ops.means import (
     binary_cross_entropy,
     binary_cross_entropy_with_logits,
@@ -105,5 +105,6 @@ __all__ = [
     "soft_margin_loss",
     "softmax",
     "triplet_margin_loss",
+    "unclamped",
     "uniform_like",
 ]

@@ -25,6 +25,24 @@ def only_finite(input: Tensor) -> Tensor:
     return input
 
 
+def unclamped(input: Tensor, min: float | None = None, max: float | None = None) -> Tensor:
+    """``input``, a parameter that is not smaller than ``min`` nor larger than ``max``.
+
+    Raises :class:`InputError` if a number of it is: forward would clamp the parameter in place, which only optimizers change.
+    """
+    value = input.detach()
+    inside = torch.ones((), dtype=torch.bool, device=value.device)
+    inside = inside if min is None else inside & (value >= min).all()
+    inside = inside if max is None else inside & (value <= max).all()
+    _require(
+        inside,
+        f"a parameter has left the range from {min} to {max} that forward clamps it to",
+        "forward would change the parameter in place, and the compiled module leaves that to the optimizer",
+        "clamp it after optimizer.step(), or take smaller steps",
+    )
+    return input
+
+
 def all_chosen(input: Tensor, mask: Tensor) -> Tensor:
     """``input``, of which ``mask`` chooses every element.
 

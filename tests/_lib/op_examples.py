@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwright.compiler.ops import registry
-from shardwright.compiler.ops.stand_ins import all_chosen, only_finite
+from shardwright.compiler.ops.stand_ins import all_chosen, only_finite, unclamped
 
 Call = tuple[Any, ...]
 
@@ -42,7 +42,8 @@ IDS = _ints(7, 4, 5)
 def checks() -> list[Call]:
     """Calls of operators that check what a branch took for granted."""
     mask = torch.ones(4, 6, 1, dtype=torch.bool)
-    return [(only_finite, (X,)), (all_chosen, (X, mask)), (all_chosen, (X, mask[0]))]
+    checked = [(unclamped, (X, -9.0, 9.0)), (unclamped, (X, None, 9.0))]
+    return [*checked, (only_finite, (X,)), (all_chosen, (X, mask)), (all_chosen, (X, mask[0]))]
 
 
 def products() -> list[Call]:

@@ -53,6 +53,7 @@ SMALL: tuple[tuple[str, Any], ...] = (
     (r".*(num_attention_heads|attention_heads|n_heads?|num_heads|n_head|num_head)", HEADS),
     (r"head_dim|global_head_dim|v_head_dim|linear_key_head_dim|linear_value_head_dim|d_kv|attention_head_dim", HEAD_DIM),
     (r"qk_nope_head_dim|qk_rope_head_dim|qk_head_dim|index_head_dim|rope_head_dim|nope_head_dim", HEAD_DIM),
+    (r"rotary_dim|rotary_ndims", HEAD_DIM),
     (r".*_lora_rank|lora_rank|.*_low_rank|lora_dim", 16),
     (r"moe_intermediate_size|shared_expert_intermediate_size|expert_intermediate_size|expert_ffn_dim|expert_hidden_size", 24),
     (r".*(intermediate_size|ffn_dim|d_ff|n_inner|ffn_hidden_size|intermediate_dim|mlp_dim|feed_forward_size)", 48),
@@ -85,6 +86,8 @@ _AMOUNTS = re.compile(
     r".*(vocab_size|num_hidden_layers|num_layers|n_layers?|encoder_layers|decoder_layers|depth|num_queries|num_experts)"
 )
 """Settings that are made small where widths are kept."""
+_COUNTED = {"head_dim": HEAD_DIM, "num_key_value_heads": HEADS}
+"""Settings that follow from others where they are not given."""
 _RATES = re.compile(r"dropout|drop_path|drop_rate|layerdrop|_drop$|pdrop|jitter_noise|^mask_(time|feature)_prob$")
 """Settings of what happens at random."""
 _DEPTH_LISTS = re.compile(r"(.*_)?(depths?|layer_repeats|stage_repeats|num_blocks|encoder_layers)")
@@ -148,6 +151,8 @@ def _shrink(config: Any, seen: set[int], *, narrow: bool) -> None:
         elif isinstance(value, list | tuple) and value and value != []:
             if narrow or not _WIDTH_LISTS.fullmatch(name):
                 _set(config, name, _small_list(name, list(value), old_layers))
+        elif value is None and name in _COUNTED and narrow:
+            _set(config, name, _COUNTED[name])
         elif isinstance(value, bool):
             continue
         elif isinstance(value, int) and (narrow or _AMOUNTS.fullmatch(name)):
@@ -180,6 +185,8 @@ def _small_number(name: str, value: int) -> int:
 
 def _small_list(name: str, value: list[Any], old_layers: int | None) -> list[Any]:
     numbers = all(isinstance(item, int) and not isinstance(item, bool) for item in value)
+    if numbers and name.endswith(("num_heads", "attention_heads")):
+        return [2] * len(value)
     if numbers and _DEPTH_LISTS.fullmatch(name):
         return [1] * len(value)
     if numbers and _WIDTH_LISTS.fullmatch(name) and min(value) >= 16:
@@ -259,6 +266,7 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"audio": "one channel"},
     {"images": "a list"},
     {"images": "large"},
+    {"images": "frames"},
 )
 """Forms of inputs that names do not tell: whether spectrograms count time or pitch first, and the like."""
 
@@ -280,20 +288,22 @@ def tiny_inputs(model: Any, form: Mapping[str, Any] = FORMS[0], *, mask: bool = 
     if "pixel_values" in names:
         names -= {"pixel_values_videos"}
     given |= {name: make(config) for name, make in MAKERS.items() if name in names}
-    _in_form(given, form, names)
+    _in_form(config, given, form, names)
     if "image_sizes" in names and "pixel_values" in given:
         given["image_sizes"] = torch.tensor([list(given["pixel_values"].shape[-2:])] * BATCH)
     if "input_ids" in given:
         _place_features(model, given, names)
     if mask and "attention_mask" in names and "input_ids" in given:
         given["attention_mask"] = torch.ones_like(given["input_ids"])
+    if {"token_type_ids", "pixel_values"} <= names and "input_ids" in given:  # a prompt, then what is learned
+        given["token_type_ids"] = (torch.arange(given["input_ids"].shape[1]) >= 8).long().repeat(BATCH, 1)
     if "mm_token_type_ids" in names and "input_ids" in given:
         given["mm_token_type_ids"] = (given["input_ids"] >= FIRST_SPECIAL).long()
     _add_labels(model, given, names)
     return given
 
 
-def _in_form(given: dict[str, Any], form: Mapping[str, Any], names: set[str]) -> None:
+def _in_form(config: Any, given: dict[str, Any], form: Mapping[str, Any], names: set[str]) -> None:
     if form.get("audio") == "bins first" and "input_features" in given:
         given["input_features"] = given["input_features"].transpose(1, 2).contiguous()
         if "input_features_mask" in given:
@@ -304,6 +314,9 @@ def _in_form(given: dict[str, Any], form: Mapping[str, Any], names: set[str]) ->
         given["pixel_values"] = pixels = given["pixel_values"][:, None].contiguous()
         if "pixel_attention_mask" in names:
             given["pixel_attention_mask"] = torch.ones(*pixels.shape[:2], *pixels.shape[-2:], dtype=torch.bool)
+    if form.get("images") == "frames" and "pixel_values" in given:
+        frames = _find(config, "num_frames", default=4)
+        given["pixel_values"] = given["pixel_values"][:, None] + 0.1 * torch.rand(BATCH, frames, 1, 1, 1)
     if form.get("images") == "large" and "pixel_values" in given:
         given["pixel_values"] = torch.rand(*given["pixel_values"].shape[:-2], 64, 64)
 
@@ -429,6 +442,8 @@ def _placed(counts: list[int], token: int, given: Mapping[str, Any]) -> dict[str
     made: dict[str, Any] = {"input_ids": text}
     if "attention_mask" in given:
         made["attention_mask"] = torch.ones_like(text)
+    if "token_type_ids" in given:
+        made["token_type_ids"] = (torch.arange(text.shape[1]) >= 8).long().repeat(BATCH, 1)
     if "mm_token_type_ids" in given:
         made["mm_token_type_ids"] = (text >= FIRST_SPECIAL).long()
     if "labels" in given:

@@ -51,6 +51,7 @@ CPU_LIMIT_S, WALL_LIMIT_S = 240, 1500
 TRIALS: tuple[dict[str, bool], ...] = ({}, {"mask": False}, {"mask": False, "labels": False})
 """What a folder is tried with, one after the other until it is equal."""
 _MOST_CONSTANTS = 6
+MOST_CLASSES = 4
 
 
 # models and inputs
@@ -62,8 +63,8 @@ def folders() -> list[str]:
     return sorted(path.name for path in root.iterdir() if any(path.glob("modeling_*.py")))
 
 
-def model_of(folder: str) -> type[nn.Module]:
-    """The class that stands for a folder."""
+def models_of(folder: str) -> list[type[nn.Module]]:
+    """The classes that may stand for a folder, best first."""
     package = importlib.import_module(f"transformers.models.{folder}")
     names = sorted(found.name for found in pkgutil.iter_modules(package.__path__))
     files = [name for name in names if name.startswith("modeling_")]
@@ -74,12 +75,18 @@ def model_of(folder: str) -> type[nn.Module]:
     ]
     if not classes:
         raise LookupError("no model with a config")
-    return min(classes, key=lambda model: (tiny_families.place(model.__name__), classes.index(model)))
+    return sorted(classes, key=lambda model: (tiny_families.place(model.__name__), classes.index(model)))
 
 
 def of_recipe(folder: str, *, mask: bool = True, labels: bool = True) -> tuple[nn.Module, dict[str, Any]]:
-    """A model and its inputs by the recipe."""
-    return tiny_families.working(model_of(folder), mask=mask, labels=labels)
+    """A model and its inputs by the recipe: of the best classes the first that one device runs. Raises what the best met."""
+    errors: list[Exception] = []
+    for model in models_of(folder)[:MOST_CLASSES]:
+        try:
+            return tiny_families.working(model, mask=mask, labels=labels)
+        except Exception as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def of_tester(folder: str, tests: Path, *, mask: bool = True, labels: bool = True) -> tuple[nn.Module, dict[str, Any]]:

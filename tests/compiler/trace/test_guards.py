@@ -26,6 +26,11 @@ def infinite_or_none(x: Tensor) -> bool:
     return bool((torch.isinf(x) | torch.isnan(x)).any())
 
 
+def without_gradients(x: Tensor) -> bool:
+    with torch.no_grad():
+        return not x.isfinite().all()
+
+
 def one_after_the_other(x: Tensor) -> bool:
     return bool(torch.isinf(x).any() or torch.isnan(x).any())
 
@@ -46,7 +51,7 @@ class Mends(nn.Module):
         return self.last(hidden).square().mean()
 
 
-@pytest.mark.parametrize("asks", [not_finite, infinite_or_none, one_after_the_other, negated])
+@pytest.mark.parametrize("asks", [not_finite, infinite_or_none, without_gradients, one_after_the_other, negated])
 def test_the_branch_for_finite_numbers_is_traced(asks: Callable[[Tensor], bool]) -> None:
     graph = traced(Mends(asks), {"x": X})
     targets = [op.target for op in graph.ops]
@@ -61,6 +66,27 @@ def test_a_branch_on_other_numbers_is_refused() -> None:
 @pytest.mark.parametrize("policy", ["tp", "data"])
 def test_the_check_holds_under_a_plan(policy: str) -> None:
     assert verify(Mends(not_finite), {"x": X}, policy, {"plan_ngpus": 2, "runtime_ngpus": 2}, steps=1).ok
+
+
+class Clamps(nn.Module):
+    """Keeps a parameter in a range, as Gemma 3n does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 8).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.layer.weight.data.clamp_(-2.0, 2.0)
+            with torch.no_grad():
+                self.layer.bias.clamp_max_(2.0)
+        return self.layer(x).square().mean()
+
+
+@pytest.mark.parametrize("policy", ["tp", "data"])
+def test_a_parameter_that_is_kept_in_a_range(policy: str) -> None:
+    assert "unclamped" in [op.target for op in traced(Clamps(), {"x": X}).ops]
+    assert verify(Clamps(), {"x": X}, policy, {"plan_ngpus": 2, "runtime_ngpus": 2}, steps=1).ok
 
 
 class Images(nn.Module):

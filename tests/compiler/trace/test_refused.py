@@ -173,12 +173,6 @@ def test_a_place_without_dims_is_an_index() -> None:
     torch.testing.assert_close(run_graph(graph, Largest(), {"x": x}), Largest()(x))
 
 
-def test_vmap() -> None:
-    text = error_of(lambda x: torch.vmap(torch.sin)(x))
-    assert text.startswith("forward uses torch.vmap or another torch.func transform\n  where: " + __file__)
-    assert "register_op" in text
-
-
 def test_tensor_hooks() -> None:
     def hooked(x: Tensor) -> Tensor:
         x.register_hook(lambda grad: grad * 2)

@@ -94,9 +94,7 @@ class Constants:
 
     def real(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of a tensor that follows from constants alone, computed for real; ``None`` for any other."""
-        if not isinstance(tensor, FakeTensor):
-            return tensor
-        found = self._followed(tensor)
+        found = self.followed(tensor)
         if found is None:
             return None
         real, made_of = found
@@ -105,11 +103,16 @@ class Constants:
 
     def is_assumed(self, tensor: torch.Tensor) -> bool:
         """Whether the values of a tensor are known only if an input is a constant that nobody has declared as one."""
-        found = self._followed(tensor) if isinstance(tensor, FakeTensor) and self._inputs else None
+        found = self.followed(tensor) if self._inputs else None
         return found is not None and any(name in self._inputs and not self._inputs[name].declared for name in found[1])
 
-    def _followed(self, tensor: torch.Tensor) -> tuple[torch.Tensor, frozenset[str]] | None:
-        """The values of a fake, and the buffers and inputs they follow from; ``None`` if they follow from more."""
+    def followed(self, tensor: torch.Tensor) -> tuple[torch.Tensor, frozenset[str]] | None:
+        """The values of a tensor, and the buffers and inputs they follow from; ``None`` if they follow from more.
+
+        Nothing counts as read.
+        """
+        if not isinstance(tensor, FakeTensor):
+            return tensor, frozenset()
         if id(tensor) not in self._recorder.variables:
             return None
         with unset_fake_temporarily(), torch.no_grad():

@@ -74,7 +74,8 @@ class Selecting:
         if not any(map(_is_mask, index)):
             return None
         for item in index:
-            known = self._constants.real(item) if _is_mask(item) else None
+            read = _is_mask(item) and not self._constants.is_assumed(item)  # how many it chooses is mostly not asked
+            known = self._constants.real(item) if read else None
             if _is_mask(item) and known is None:
                 return None
             with unset_fake_temporarily():
@@ -129,6 +130,11 @@ class Selecting:
                 result = self._write(*arguments)
             elif form is not None:
                 result = of_elements(getattr(torch.Tensor, form[0], func) if form[1] else func, arguments, named)
+        if name == "masked_scatter" and result is not NotImplemented:
+            warnings.warn(
+                f"the compiled module does not check that two masks choose equally many elements: {self._recorder.where()}",
+                stacklevel=3,
+            )
         if result is NotImplemented and (every := self._taken_whole((args, kwargs))) is not None:
             with self._mode:
                 return func(*every[0], **every[1])
@@ -174,11 +180,7 @@ class Selecting:
             return NotImplemented
         by = self._recorder.value(chosen.mask)
         if not self._same(by, self._recorder.value(mask)) or chosen.whole.shape != target.shape:
-            if chosen.row != target.shape[mask.ndim :] or mask.shape != target.shape[: mask.ndim]:
-                return NotImplemented
-            rows = mask[(..., *[None] * len(chosen.row))] if chosen.row else mask
-            target.copy_(target.masked_scatter(rows.expand(target.shape), chosen.chosen_first().to(target.dtype)))
-            return None
+            return NotImplemented
         target.copy_(torch.where(chosen.rows_of(chosen.mask), chosen.whole, target))
         return None
 

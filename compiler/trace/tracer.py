@@ -105,7 +105,10 @@ class Tracer(TorchFunctionMode):
                 return outcome
             if (passes := self._passing_check(name)) is not None:
                 return passes
-            if (real := self._real_values((args, kwargs))) is not None:
+            chooses = name in ("__getitem__", "masked_select") and any(
+                map(self._constants.is_assumed, tensors_in((args, kwargs)))
+            )
+            if not chooses and (real := self._real_values((args, kwargs))) is not None:
                 with unset_fake_temporarily():
                     return func(*real[0], **real[1])
             untraceable = self._untraceable(func, name, args, error)
@@ -367,6 +370,7 @@ class Tracer(TorchFunctionMode):
     def _real_values(self, arguments: Any) -> Any:
         """The arguments with real values in the place of fakes; ``None`` if some depend on more than constants."""
         unknown = False
+        read: set[str] = set()
 
         def known(arg: Any) -> Any:
             nonlocal unknown
@@ -380,12 +384,17 @@ class Tracer(TorchFunctionMode):
             if not isinstance(arg, torch.Tensor):
                 unknown |= isinstance(arg, torch.SymInt | torch.SymFloat)
                 return arg
-            real = self._constants.real(arg)
-            unknown |= real is None
+            followed = self._constants.followed(arg)
+            unknown |= followed is None
+            real, made_of = followed or (None, ())
+            read.update(made_of)
             return real
 
         found = known(arguments)
-        return None if unknown else found
+        if unknown:
+            return None
+        self._constants.read |= read
+        return found
 
     # running
 

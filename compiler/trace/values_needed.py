@@ -11,10 +11,7 @@ from shardwright.compiler.ops.register import UserOpDef
 _DECIDES = "choose between results with torch.where, apply a mask whether it masks anything or not, leave out checks of values"
 _NUMBER = "keep it a tensor: x * y.max() computes what x * y.max().item() does"
 _PLACE = "use the tensor itself as an index, or a mask over all places (torch.arange(n) < length) instead of a size"
-_OUTSIDE = (
-    "compute with torch's own operators on the tensor; or if it is the same in every call (the grids of images of one size), "
-    "make it a constant, by torch.tensor([...]) in the forward of a module around this one"
-)
+_OUTSIDE = "compute with torch's own operators on the tensor"
 _ANY_SIZE = "keep all elements, and give those that do not count the weight 0 or torch.where(mask, x, 0)"
 _FIRST = "mark first occurrences with a mask over all elements, or find them before the model is called"
 _COUNT = "F.one_hot(x, n).sum(0) counts n values"

@@ -54,6 +54,9 @@ SMALL: tuple[tuple[str, Any], ...] = (
     (r"head_dim|global_head_dim|v_head_dim|linear_key_head_dim|linear_value_head_dim|d_kv|attention_head_dim", HEAD_DIM),
     (r"qk_nope_head_dim|qk_rope_head_dim|qk_head_dim|index_head_dim|rope_head_dim|nope_head_dim", HEAD_DIM),
     (r"rotary_dim|rotary_ndims", HEAD_DIM),
+    (r"num_kv_shared_layers", 0),
+    (r"vocab_size_per_layer_input", VOCAB),
+    (r"hidden_size_per_layer_input", HEAD_DIM),
     (r".*_lora_rank|lora_rank|.*_low_rank|lora_dim", 16),
     (r"moe_intermediate_size|shared_expert_intermediate_size|expert_intermediate_size|expert_ffn_dim|expert_hidden_size", 24),
     (r".*(intermediate_size|ffn_dim|d_ff|n_inner|ffn_hidden_size|intermediate_dim|mlp_dim|feed_forward_size)", 48),
@@ -477,8 +480,8 @@ def working(model: type[nn.Module], *, mask: bool = True, labels: bool = True) -
     for narrow in (True, False):
         try:
             config = tiny_config(model, narrow=narrow)
-            if not narrow and num_parameters(model, config) > MOST_PARAMETERS:
-                break
+            if (size := num_parameters(model, config)) > MOST_PARAMETERS:
+                raise ValueError(f"{size} parameters are too many for a tiny model")
             made = built(model, config)
             return made, working_inputs(made, mask=mask, labels=labels)
         except Exception as error:
@@ -487,7 +490,7 @@ def working(model: type[nn.Module], *, mask: bool = True, labels: bool = True) -
 
 
 MOST_PARAMETERS = 12_000_000
-"""Of a model that keeps its widths."""
+"""Of a model that is tried."""
 
 
 def num_parameters(model: type[nn.Module], config: Any) -> int:

@@ -47,7 +47,7 @@ from shardwright.runtime.errors import InternalError, ShardwrightError
 
 POLICIES = ("tp", "data")
 RANKS = 2
-CPU_LIMIT_S, WALL_LIMIT_S = 240, 1500
+CPU_LIMIT_S, WALL_LIMIT_S = 90, 900
 TRIALS: tuple[dict[str, bool], ...] = ({}, {"mask": False}, {"mask": False, "labels": False})
 """What a folder is tried with, one after the other until it is equal."""
 _MOST_CONSTANTS = 6

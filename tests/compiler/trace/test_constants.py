@@ -78,6 +78,16 @@ def test_sizes_may_be_tensors() -> None:
         trace(Pads(persistent=True), {"x": X})
 
 
+def test_a_tensor_of_tensors_is_a_stack() -> None:
+    class Stacks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            table = torch.tensor([[x.max(), 2], [x.min(), 0.5]])
+            return x * torch.as_tensor([x[0, 0], x[1, 1].long()]).sum() + table[0, 0] + table[1].to(x.dtype).sum()
+
+    graph = traced(Stacks(), {"x": X})
+    assert [op.target for op in graph.ops].count("stack") == 4
+
+
 def test_what_is_made_of_constants_may_have_any_size() -> None:
     class Triangle(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

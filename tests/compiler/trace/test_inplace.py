@@ -115,6 +115,27 @@ def set_items_by_tensors(x: Tensor, y: Tensor) -> Tensor:
     return x
 
 
+def set_items_by_numbers_and_tensors(x: Tensor, y: Tensor) -> Tensor:
+    cube = torch.stack([x * 1, y * 2, x - y])
+    cube[:, 1, MASK[0]] = y[0, : int(MASK[0].sum())]
+    cube[0, :, torch.tensor([1, 2])] = 5.0
+    cube[1:, torch.tensor([0, 3]), 2:4] = y[:2, :2]
+    cube[-1, ..., MASK[1]] = x[2, : int(MASK[1].sum())].mean()
+    cube[2, MASK] = 0.25
+    return cube.square()
+
+
+def signs(x: Tensor, y: Tensor) -> Tensor:
+    mask, number = x > 0, torch.arange(24).reshape(4, 6)
+    kept = mask[1:]
+    mask &= y < 0.5
+    mask |= y < -1.5
+    kept ^= MASK[1:]
+    number <<= 2
+    number >>= 1
+    return x * mask + y * number * kept[0]
+
+
 def casting(x: Tensor, y: Tensor) -> Tensor:
     low = x.float()
     low.add_(y)
@@ -170,7 +191,8 @@ def complex_numbers(x: Tensor, y: Tensor) -> Tensor:
 
 FUNCTIONS = [
     augmented, methods, argument, both_names, write_view, read_view_after_write, nested_views, split_views, diagonal,
-    select_narrow, set_items, set_items_by_tensors, casting, flags, out_argument, metadata, scatter, detached,
+    select_narrow, set_items, set_items_by_tensors, set_items_by_numbers_and_tensors,
+    signs, casting, flags, out_argument, metadata, scatter, detached,
     complex_numbers,
 ]  # fmt: skip
 

@@ -63,6 +63,15 @@ def test_a_check_of_values_makes_no_constant() -> None:
     assert [name for name, _ in graph.constant_inputs] == ["grids"]
 
 
+def test_a_mask_of_short_rows_makes_no_constant() -> None:
+    class Chooses(nn.Module):
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return x[labels >= 0].sum() + labels[labels > 0].sum()
+
+    given = {"x": torch.rand(2, 3, dtype=torch.float64), "labels": torch.tensor([[1, 2, -1], [0, -1, -1]])}
+    assert not traced(Chooses(), given, exact=False).constant_inputs
+
+
 class Lengths(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -142,6 +142,7 @@ class Writer(BodyWriter):
             ],
             "class_name": graph.name,
             "inputs": self._input_lines(graph),
+            "training_only": graph.training_only,
             "declarations": self._declarations(),
             "bodies": self._bodies(),
             "methods": [method.lines for method in self.methods.values()],

@@ -130,6 +130,7 @@ class _PipelineWriter(BodyWriter):
             "class_name": program.graph.name,
             "inputs": self._input_lines(program.graph),
             "arguments": _argument_lines(program.graph, _symbols(program)),
+            "training_only": program.graph.training_only,
             "size_methods": [lines for body, p in named for lines in self._size_methods(p, body)],
             "output_stages": {body: _output_lines(p) for body, p in named},
             "left_out": _left_out(program),

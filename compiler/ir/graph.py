@@ -91,6 +91,7 @@ class IRGraph:
     autocast: torch.dtype | None = None
     module_types: Mapping[str, str] = field(default_factory=dict)  # module path -> class name, for naming
     dims: ModelDims | None = None  # filled by the dims pass
+    training_only: bool = False  # in eval mode forward changes parameters, which only optimizers may
 
     @property
     def bodies(self) -> tuple[IRGraph, ...]:

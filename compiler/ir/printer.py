@@ -43,6 +43,7 @@ def print_graph(graph: IRGraph) -> str:
         lines += [f"  {word} {print_value(value)}{_source_notes(value)}" for value in shown]
     lines += [f"  constant {print_value(value)}" for value, _ in graph.constants]
     lines += [f"  default {name} = {print_arg(default)}" for name, default in graph.defaults]
+    lines += ["  training only"] if graph.training_only else []
     lines += [f"  constant input {name}" for name, _ in graph.constant_inputs]
     lines += [f"  where {print_size(condition)}" for condition in graph.conditions]
     lines += [f"  {print_op(op, graph.dims)}" for op in graph.ops]

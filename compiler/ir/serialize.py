@@ -44,6 +44,7 @@ def to_json(graph: IRGraph) -> dict[str, Any]:
         "argument_order": list(graph.argument_order),
         "dynamic_dims": [[dim.input, dim.dim, dim.symbol] for dim in graph.dynamic_dims],
         "examples": dict(sorted(_examples(graph).items())),
+        "training_only": graph.training_only,
         "constant_inputs": [[name, tensor_digest(tensor)] for name, tensor in graph.constant_inputs],
         "conditions": [print_size(condition) for condition in graph.conditions],
         "autocast": str(graph.autocast) if graph.autocast else None,

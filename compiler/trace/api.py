@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ import torch
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.trace.arguments import bind_arguments
 from shardwright.compiler.trace.checks import check_hooks, warn_mixed_training, warn_state_hooks, watched_hooks
+from shardwright.compiler.trace.inplace import ParameterChanged
 from shardwright.compiler.trace.known_inputs import known_inputs, warn_found
 from shardwright.compiler.trace.run import run_once
 from shardwright.compiler.trace.train_eval import merge
@@ -46,6 +49,12 @@ def trace(
     if not train.reads_training:
         graph = train.graph.live()
     else:
-        graph = merge(train.graph, run_once(module, arguments, dims, known, name, training=False).graph)
+        try:
+            evaluation = run_once(module, arguments, dims, known, name, training=False).graph
+        except ParameterChanged as error:
+            graph = replace(train.graph.live(), training_only=True)
+            warnings.warn(f"the compiled module trains and does not evaluate: in eval mode {error}", stacklevel=2)
+        else:
+            graph = merge(train.graph, evaluation)
     warn_found(graph, constants or {})
     return graph

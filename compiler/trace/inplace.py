@@ -18,6 +18,11 @@ from shardwright.compiler.ir.value import IRValue
 from shardwright.compiler.trace.recorder import CUTS, Call, Recorder, TensorType, Variable
 from shardwright.runtime.errors import TraceError
 
+
+class ParameterChanged(TraceError):
+    """Forward changes a parameter in place."""
+
+
 METADATA_CHANGES = ("t_", "transpose_", "squeeze_", "unsqueeze_", "swapaxes_", "swapdims_", "as_strided_")
 """In-place operators that change shape and strides but no element: the tensor becomes a view of what it was."""
 
@@ -150,7 +155,7 @@ def write(recorder: Recorder, variable: Variable, value: IRValue) -> None:
     """
     root = variable.root
     if recorder.is_parameter(root.value):
-        raise TraceError(
+        raise ParameterChanged(
             f"forward changes the parameter {root.value.fqn} in place",
             where=recorder.where(),
             why="parameters are changed by the optimizer only; the gradient and every rank's copy would be wrong",

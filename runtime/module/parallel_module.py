@@ -79,8 +79,8 @@ class ParallelModule(CompiledModule):
     are drawn. ``joined_axes``: the sets of axes that one adapter goes over. ``gathers_weights``: some parameters are stored
     in pieces and used whole; ``zero``: over how many units. With ``end2end`` the module is called by :meth:`train_step` and
     :meth:`infer_step` only; ``arguments`` are those that a sample gives. ``autocast``: the dtype of the autocast block that
-    the module was compiled in, if any, see :mod:`shardwright.runtime.autocast`. ``weight_digests``: what the files of initial
-    values must be; the loader sets it.
+    the module was compiled in, if any, see :mod:`shardwright.runtime.autocast`. ``training_only``: there is no program for
+    evaluation. ``weight_digests``: what the files of initial values must be; the loader sets it.
 
     Constructing one is collective: all ranks of the world do it, in the same order. With ``init_params`` the tensors get
     the values the model was compiled with. Without, parameters and persistent buffers are uninitialised and wait for
@@ -102,6 +102,7 @@ class ParallelModule(CompiledModule):
     autocast: ClassVar[torch.dtype | None] = None
     is_called: ClassVar[bool] = True
     weight_digests: ClassVar[Mapping[str, ChunkDigests]] = {}
+    training_only: ClassVar[bool] = False
 
     _declarations: dict[str, Declaration]
     _places: dict[str, tuple[Place, ...]]
@@ -374,6 +375,7 @@ class ParallelModule(CompiledModule):
                 why="it accumulates gradients over samples, and its schedule was made for whole steps",
                 hint="call train_step(samples) or infer_step(samples), or compile with use_end2end=False",
             )
+        self.check_mode()
         tensors = self._input_table.check(given, absent or {})
         check_devices(type(self).__name__, tensors, self._device)
         if torch.is_grad_enabled():
@@ -385,6 +387,15 @@ class ParallelModule(CompiledModule):
             compare_inputs(type(self).__name__, tensors, self._unit, self.ranks.num_units)
         if self.training:
             self.rng.next_microbatch()
+
+    def check_mode(self) -> None:
+        """Raise :class:`UsageError` in eval mode if there is no program for it."""
+        if self.training_only and not self.training:
+            raise UsageError(
+                f"{type(self).__name__} was compiled for training only, and is in eval mode",
+                why="the model changes its parameters when it is evaluated, and a rank's pieces are changed by optimizers only",
+                hint="merge a checkpoint and evaluate the original model, or turn off what changes the parameters",
+            )
 
     def require(self, holds: bool, condition: str) -> None:
         """Check a relation between dynamic sizes that the traced control flow took for granted.

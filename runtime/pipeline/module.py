@@ -302,6 +302,7 @@ class PipelineModule(ParallelModule):
 
     def _choose_body(self) -> None:
         """From now on run what the model does in the mode that it is in."""
+        self.check_mode()
         self._body = self._bodies[0 if self.training else -1]
 
     def _checked_loss_path(self) -> str:

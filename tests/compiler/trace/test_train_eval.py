@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import plans
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +13,9 @@ from tracing import traced
 
 from shardwright.compiler.ir.op import WhenTraining
 from shardwright.compiler.trace import trace
+from shardwright.runtime.errors import UsageError
+from shardwright.runtime.loader import load_class
+from shardwright.runtime.ranks.threads import run_ranks
 
 X = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -137,3 +143,33 @@ def test_mixed_modes_are_reported() -> None:
     ):
         trace(module, {"input": X.float()})
     assert [m.training for m in module] == [True, False, True]
+
+
+class Rescales(nn.Module):
+    """Divides its weight when it is evaluated, as RWKV does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            with torch.no_grad():
+                self.layer.weight.div_(2)
+        return self.layer(x).square().mean()
+
+
+def test_a_module_that_changes_parameters_in_eval_mode_trains(tmp_path: Path) -> None:
+    x = torch.randn(2, 4, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="the compiled module trains and does not evaluate"):
+        graph = plans.traced(Rescales(), {"x": x})
+    compiled = plans.compile_with(graph, "tp", 2)
+    plans.write(tmp_path, compiled, Rescales())
+
+    def rank(index: int) -> None:
+        module = load_class(tmp_path)()
+        module(x=x).backward()
+        with pytest.raises(UsageError, match="Rescales was compiled for training only, and is in eval mode"):
+            module.eval()(x=x)
+
+    run_ranks(2, rank)

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import sympy
 
 from shardwright.compiler.ir.identifier import axis_variable
+from shardwright.runtime.errors import TraceError
 
 Size: TypeAlias = int | sympy.Expr
 
@@ -56,6 +57,8 @@ def divides(divisor: Size, size: Size) -> bool:
     """Whether ``size`` is a multiple of ``divisor`` for every value of its symbols, as far as can be told."""
     if isinstance(divisor, int) and isinstance(size, int):
         return divisor != 0 and size % divisor == 0
+    if divisor == 1 or divisor == size:
+        return True
     quotient = sympy.cancel(sympy.sympify(size) / sympy.sympify(divisor))
     return bool(quotient.is_polynomial(*quotient.free_symbols)) and bool(quotient.is_integer)
 
@@ -134,9 +137,14 @@ def to_python(size: Size) -> str:
         return " * ".join([parts[0]] * int(size.args[1]))
     if kind in _INFIX:
         return f" {_INFIX[kind]} ".join(parts)
-    if kind in _CALLS:
-        return f"{_CALLS[kind]}({', '.join(sorted(map(to_python, size.args)))})"
-    raise NotImplementedError(f"size expression {size} of type {kind}")
+    function = _function_of(size)
+    if function is not None:
+        return f"{function}({', '.join(sorted(to_python(simplify(part)) for part in size.args))})"
+    raise TraceError(
+        f"a dynamic size is computed in a way that cannot be written: {size}",
+        why=f"no source form of {kind} is known",
+        hint="compute it with +, -, *, /, //, %, **, min, max and functions of math, or leave the dim out of dynamic_dims",
+    )
 
 
 _INFIX = {
@@ -151,10 +159,28 @@ _INFIX = {
     "PowByNatural": "**",
     "PythonMod": "%",
 }
-_CALLS = {"Max": "max", "Min": "min", "ToFloat": "float", "Not": "not ", "OpaqueUnaryFn_sqrt": "math.sqrt"}
+_CALLS = {
+    "CeilToInt": "math.ceil",
+    "FloorToInt": "math.floor",
+    "Max": "max",
+    "Min": "min",
+    "Not": "not ",
+    "RoundToInt": "round",
+    "ToFloat": "float",
+    "TruncToFloat": "math.trunc",
+    "TruncToInt": "math.trunc",
+}
+_OPAQUE = "OpaqueUnaryFn_"
+"""How torch calls functions of ``math`` that it knows no more of."""
+
+
+def _function_of(size: sympy.Basic) -> str | None:
+    """The function that an expression is a call of."""
+    kind = type(size).__name__
+    return f"math.{kind.removeprefix(_OPAQUE)}" if kind.startswith(_OPAQUE) else _CALLS.get(kind)
 
 
 def _is_atom(size: sympy.Basic) -> bool:
     """Whether the source of ``size`` binds tightly: a name, a number or a call."""
     number = size.is_Number and not size.is_negative
-    return bool(number or size.is_Symbol or isinstance(size, LocalSize | Offset) or type(size).__name__ in _CALLS)
+    return bool(number or size.is_Symbol or isinstance(size, LocalSize | Offset) or _function_of(size))

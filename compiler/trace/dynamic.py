@@ -6,6 +6,7 @@ computes with it, and :meth:`Dynamic.size` turns what comes out into a sympy exp
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -133,14 +134,21 @@ class Dynamic:
             raise TraceError(
                 f"the model fixes the dynamic dim {name.name!r} {fixed}",
                 where=str(location) if location else None,
-                why="this line needs the size as a number, or compares it with a fixed one",
-                hint=f"compute with x.shape[...] instead, or leave {name.name!r} out of dynamic_dims"
+                why="this line needs the size as a number, or compares it with a fixed one"
+                + (f": {text}" if (text := _text_of(location)) else ""),
+                hint="compute with x.shape[...] instead (torch.sym_float(size) for float(size), math.sqrt for another "
+                f"library's), or leave {name.name!r} out of dynamic_dims"
                 + ("" if value.is_number else f", or give both dims the name {value}"),
             )
 
     def all_dims(self) -> list[tuple[str, int, str]]:
         """``(input path, dim, name)`` of every dynamic dim."""
         return [(path, dim, name) for path, dims in self._dims.items() for dim, name in dims.items()]
+
+
+def _text_of(location: SourceLocation | None) -> str:
+    """The user's line."""
+    return linecache.getline(location.file, location.line).strip() if location else ""
 
 
 def _check_paths(dims: Mapping[str, Mapping[int, str]], shapes: Mapping[str, torch.Size]) -> None:

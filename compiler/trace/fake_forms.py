@@ -41,20 +41,40 @@ def _ctc_loss(
     return loss if reduction == "none" else loss.sum()
 
 
+def _evenly_spaced(start: Any, end: Any, steps: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """The real ones take the number of steps as a number, also where it is a dynamic size."""
+    return torch.empty((steps,), **{name: kwargs[name] for name in ("dtype", "device", "requires_grad") if name in kwargs})
+
+
 def _getitem(x: Tensor, index: Any) -> Tensor:
-    """A place as a tensor without dims is read as a number."""
-
-    def place(item: Any) -> Any:
-        is_place = isinstance(item, Tensor) and item.ndim == 0 and item.dtype not in (torch.bool, torch.uint8)
-        return 0 if is_place else item
-
-    return x[tuple(map(place, index))] if isinstance(index, tuple) else x[place(index)]
+    """A place as a tensor without dims is read as a number, and so is one that follows from dynamic sizes."""
+    return x[_with_places(index)]
 
 
-FAKE_FORMS: dict[Any, Callable[..., Tensor]] = {
+def _setitem(x: Tensor, index: Any, value: Any) -> None:
+    """The same, written to."""
+    x[_with_places(index)] = value
+
+
+def _with_places(index: Any) -> Any:
+    """An index in which each place that is no number yet is one."""
+    return tuple(map(_place, index)) if isinstance(index, tuple) else _place(index)
+
+
+def _place(item: Any) -> Any:
+    if isinstance(item, torch.SymInt):
+        return 0
+    is_place = isinstance(item, Tensor) and item.ndim == 0 and item.dtype not in (torch.bool, torch.uint8)
+    return 0 if is_place else item
+
+
+FAKE_FORMS: dict[Any, Callable[..., Any]] = {
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.ctc_loss: _ctc_loss,
     torch.Tensor.__getitem__: _getitem,
+    torch.Tensor.__setitem__: _setitem,
+    torch.linspace: _evenly_spaced,
+    torch.logspace: _evenly_spaced,
 }
 """What to run in a function's place while tracing: it gives a tensor of the right shape, dtype and gradient."""
 

@@ -6,6 +6,7 @@ activation checkpointing, scripted functions, compiled functions, checks of valu
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,6 +33,9 @@ class FunctionCalls(Modes, Protocol):
 
     def run_reentrant(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Record what runs under a reentrant ``torch.utils.checkpoint``."""
+
+
+_SYMBOLIC = ("sqrt", "log2", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh")
 
 
 @contextmanager
@@ -70,6 +74,7 @@ def patched(
         stack.enter_context(_modules_converted())
         stack.enter_context(_training_watched(note_training))
         stack.enter_context(_batches_averaged())
+        stack.enter_context(_sizes_computed_with())
         stack.enter_context(_constants_readable(real_values))
         for owner, name, function in list(known_functions_of(module)):
             stack.enter_context(replaced(owner, name, function))
@@ -79,6 +84,32 @@ def patched(
         stack.enter_context(replaced(FakeTensor, "tolist", torch.Tensor.tolist))  # its own calls item() for every element
         if "torch._dynamo" in sys.modules:  # compiled functions run as the Python they were made from
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+_OF_SIZES: dict[str, Callable[..., Any]] = {
+    **{name: getattr(torch, f"_sym_{name}") for name in _SYMBOLIC if hasattr(torch, f"_sym_{name}")},
+    "log": lambda x, base=math.e: torch._sym_log2(x) / math.log2(base),
+    "log10": lambda x: torch._sym_log2(x) / math.log2(10),
+    "exp": lambda x: math.e ** torch.sym_float(x),
+    "pow": lambda x, y: torch.sym_float(x) ** y,
+}
+"""What the functions of ``math`` are of a dynamic size, which they would take as a number."""
+
+
+@contextmanager
+def _sizes_computed_with() -> Iterator[None]:
+    """Functions of ``math`` keep dynamic sizes."""
+
+    def made(plain: Callable[..., Any], symbolic: Callable[..., Any]) -> Callable[..., Any]:
+        def function(x: Any, *args: Any) -> Any:
+            return (symbolic if isinstance(x, torch.SymInt | torch.SymFloat) else plain)(x, *args)
+
+        return function
+
+    with ExitStack() as stack:
+        for name, symbolic in _OF_SIZES.items():
+            stack.enter_context(replaced(math, name, made(getattr(math, name), symbolic)))
         yield
 
 

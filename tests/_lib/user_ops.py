@@ -41,6 +41,11 @@ def with_dtype(x: Tensor, dtype: torch.dtype = torch.float64, *, flip: bool = Fa
     return -x.to(dtype) if flip else x.to(dtype)
 
 
+@register_op("a b, ? -> a b")
+def applied(x: Tensor, function: Any) -> Any:
+    return function(x)
+
+
 @register_op("n d -> n d", fake=torch.empty_like)
 def by_value(x: Tensor) -> Tensor:
     """Looks at values, which fake tensors do not have."""

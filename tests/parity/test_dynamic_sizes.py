@@ -1,6 +1,8 @@
 """Batch and sequence length declared dynamic: one program, calls of several sizes, each equal to one device."""
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,3 +64,65 @@ def test_dynamic_batch_and_sequence(tmp_path: Path, name: str, policy: str) -> N
                     layout, coords = manifest.tensors[fqn].layout, manifest.mesh.coords(number)
                     piece = local_piece(parameter.grad, layout, manifest.mesh, coords)
                     torch.testing.assert_close(gradients[fqn], piece, rtol=1e-9, atol=1e-13, msg=fqn)
+
+
+class Sized(torch.nn.Module):
+    """Computes with sizes, in the ways that take them as numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, object]]:
+        num, seq = x.shape[:2]
+        h = self.down(torch.tanh(self.up(x))) / math.sqrt(seq) + math.log(seq) * math.exp(-seq) + math.pow(seq, 0.5)
+        h = h * torch.linspace(0, 1, seq, dtype=x.dtype)[None, :, None] + torch.logspace(0, 1, seq, dtype=x.dtype)[:, None]
+        last = h[:, seq - 1] * math.cos(seq) + h[:, seq // 2 - 1] * torch.sym_float(num)
+        h[:, seq - 1] = 0
+        part = h[:, : math.ceil(seq / 2)].square().sum()
+        return last.square().sum() + h.sin().sum() + part, {"rows": num * seq, "root": math.sqrt(seq), "h": h}
+
+
+@pytest.mark.parametrize(
+    ("policy", "cut"),
+    [
+        ("pp", True),
+        pytest.param("tp", False, marks=pytest.mark.slow),
+        pytest.param("data", False, marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_computed_with_sizes(tmp_path: Path, policy: str, cut: bool) -> None:
+    """Results and gradients of one device for several sizes; numbers among the results, of stages too."""
+    torch.manual_seed(0)
+    model = Sized().double()
+    batches = [torch.randn(batch, seq, 8, dtype=torch.float64) for batch, seq in SIZES]
+    in_stages: dict[str, Any] = {"use_end2end": True, "pas_config": {"num_microbatches": 3}} if cut else {}
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, dynamic_dims={"x": {0: "batch", 1: "seq"}}, **in_stages)
+    parallelize(model, {"x": batches[0]}, policy, config, gen_savedir=tmp_path, load_module=False)
+    (directory,) = {path.parent for path in tmp_path.rglob("manifest.json")}
+    manifest = Manifest.read(directory)
+
+    def rank(_: int) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        module = load_class(directory)()
+        optimizer = build_optimizer(module, torch.optim.SGD, lr=0.0)
+        if cut:
+            results = module.train_step([{"x": x} for x in batches])
+        else:
+            results = [module(x) for x in batches]
+            torch.stack([result[0] for result in results]).sum().backward()
+        optimizer.sync_shard_grad()
+        return results, {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+
+    expected = [model(x) for x in batches]
+    torch.stack([loss for loss, _ in expected]).sum().backward()
+    whole = {name: p.grad for name, p in model.named_parameters()}
+    for number, (results, gradients) in enumerate(run_ranks(2, rank)):
+        for (loss, others), (wanted, numbers) in zip(results, expected, strict=True):
+            torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0, check_device=False)
+            assert others["rows"] == numbers["rows"] and others["root"] == numbers["root"]
+            torch.testing.assert_close(others["h"], numbers["h"], rtol=1e-10, atol=1e-12)
+        for name, gradient in gradients.items():
+            piece = whole[name]
+            if not cut:
+                piece = local_piece(piece, manifest.tensors[name].layout, manifest.mesh, manifest.mesh.coords(number))
+            torch.testing.assert_close(gradient, piece, rtol=1e-9, atol=1e-13, msg=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from shardwright.compiler.ops.register import UserOpDef, register_op
 from shardwright.compiler.ops.render import call_source, imports_of
 from shardwright.compiler.ops.strategy import strategies
 from shardwright.compiler.trace import trace
-from shardwright.runtime.errors import AnnotationError, ConfigError
+from shardwright.runtime.errors import AnnotationError, ConfigError, TraceError
 
 
 def rand(*shape: int) -> Tensor:
@@ -232,3 +233,18 @@ def test_a_parallel_form_adds_strategies() -> None:
     assert "split:b over 2" in [trial.name for trial in report.trials]
     sources = [trial.source for trial in report.trials if trial.name == "split:b over 2"]
     assert sources == ["user_ops.mean_square_form(x=x0, count=5)"]
+
+
+def test_a_function_as_an_argument_is_refused_in_words() -> None:
+    """Of any kind: a graph holds no objects, and what a lambda is cannot be written into a file."""
+
+    def f(x: Tensor) -> Tensor:
+        return x
+
+    for given in (torch.tanh, f, torch.Tensor.tanh, functools.partial(torch.clamp, min=0)):
+        with pytest.raises(TraceError) as caught:
+            traced(user_ops.applied, rand(4, 5), rest=(given,))
+        what, where, *_, hint = str(caught.value).splitlines()
+        assert what == f"applied() got an argument of type {type(given).__name__}, which a graph cannot hold"
+        assert "test_register.py:" in where
+        assert hint == "  try:   register a function that calls it with this one, or let it choose the function by a name"

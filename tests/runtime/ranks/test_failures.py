@@ -1,5 +1,9 @@
 """What is said of a collective that fails."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import faults
 import pytest
 import torch
@@ -70,6 +74,16 @@ def test_the_rank_that_has_the_store_is_missed(tmp_path, signal):
     assert not outcome.stuck
     what = outcome.errors[1].splitlines()[0]
     assert what == "DistributedError: compiling Net: the job's key-value store does not answer rank 1"
+
+
+@pytest.mark.slow
+def test_random_kills_and_stops_end_in_words():
+    """A short run of the script that does so for as long as one likes."""
+    script = Path(__file__).parents[2] / "product" / "faults.py"
+    command = [sys.executable, script, "--runs", "8", "--seed", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.stdout.startswith("8 runs: ") and " in words" in done.stdout
 
 
 class Failing:

@@ -126,7 +126,7 @@ class ComputeConfig:
         for name in ("plan_ngpus", "runtime_ngpus", "zero_ngroups"):
             _check_count(name, getattr(self, name), at_least=1, at_most=MOST_RANKS)
         _check_count("seed", self.seed, at_least=0, at_most=2**63 - 1)
-        _check_count("check_ranks_every", self.check_ranks_every, at_least=0)
+        _check_count("check_ranks_every", self.check_ranks_every, at_least=0, at_most=2**31)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is True or False", why=f"it is {brief(getattr(self, name))}")

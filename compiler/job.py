@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from shardwright.runtime.errors import DistributedError
+from shardwright.runtime.errors import CollectiveError, DistributedError
 from shardwright.runtime.ranks.exchange import Exchange, describe, rebuilt
 
 Result = TypeVar("Result")
@@ -85,7 +85,10 @@ class Job:
         return told_result
 
     def every_rank_does(self, work: Callable[[], Result]) -> Result:
-        """Run ``work`` on each rank and return this rank's result. If it raises on any rank, all raise."""
+        """Run ``work`` on each rank and return this rank's result. If it raises on any rank, all raise.
+
+        A rank that only missed another one raises the error of that other one.
+        """
         failure: BaseException | None = None
         result: Any = None
         try:
@@ -97,10 +100,10 @@ class Job:
         told = self.gather(describe(failure) if failure else None)
         if any(told) and self._exchange is not None:
             self._exchange.confirm()
-        if failure is not None:
+        causes = [rank for rank, d in enumerate(told) if d and d["type"] != CollectiveError.__name__]
+        if failure is not None and not (isinstance(failure, CollectiveError) and causes):
             raise failure
-        for rank, description in enumerate(told):
-            if description:
-                raise rebuilt(description, self.title, rank, self.size)
+        for rank in causes or [rank for rank, description in enumerate(told) if description]:
+            raise rebuilt(told[rank], self.title, rank, self.size) from failure
         done: Result = result
         return done

@@ -87,12 +87,15 @@ def patched(
         yield
 
 
+_log2: Callable[[Any], Any] = getattr(torch, "_sym_log2")  # noqa: B009 - these have no types
+_float: Callable[[Any], Any] = torch.sym_float
+
 _OF_SIZES: dict[str, Callable[..., Any]] = {
     **{name: getattr(torch, f"_sym_{name}") for name in _SYMBOLIC if hasattr(torch, f"_sym_{name}")},
-    "log": lambda x, base=math.e: torch._sym_log2(x) / math.log2(base),
-    "log10": lambda x: torch._sym_log2(x) / math.log2(10),
-    "exp": lambda x: math.e ** torch.sym_float(x),
-    "pow": lambda x, y: torch.sym_float(x) ** y,
+    "log": lambda x, base=math.e: _log2(x) / math.log2(base),
+    "log10": lambda x: _log2(x) / math.log2(10),
+    "exp": lambda x: math.e ** _float(x),
+    "pow": lambda x, y: _float(x) ** y,
 }
 """What the functions of ``math`` are of a dynamic size, which they would take as a number."""
 

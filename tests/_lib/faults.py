@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import spawn
 import torch
@@ -204,12 +205,29 @@ def compile_and_train(folder: Path, job: Job, fault: Fault | None) -> None:
         _train(module, folder, job, lambda step: nullcontext())
 
 
+PLACES = {
+    "world": "shardwright.runtime.ranks.world.DistributedWorld.__init__",
+    "arguments": "shardwright.compiler.api.find_policy",
+    "compile": "shardwright.compiler.api.generate",
+    "packing": "shardwright.compiler.broadcast.Parcel.pack",
+    "loading": "shardwright.compiler.api.load_class",
+    "weights": "shardwright.runtime.module.parallel_module.ParallelModule._make_tensors",
+    "groups": "shardwright.runtime.module.parallel_module.ParallelModule._make_groups",
+}
+"""Functions that a compile calls, by stage; with one of them as its moment the victim raises there in the place of leaving."""
+
+
+def _broken(*arguments: Any, **kwargs: Any) -> None:
+    raise ValueError("broken on purpose")
+
+
 def compile_together(folder: Path, job: Job, fault: Fault | None) -> None:
-    """Compile and load, with the fault at its number of an exchange, or before the first one."""
+    """Compile and load, with the fault at its number of an exchange, before the first one, or at a place."""
     (folder / f"began{dist.get_rank()}").touch()
     config = shardwright.ComputeConfig(**job.config)
-    with faulty(fault, 1):
-        shardwright.parallelize(Net(), ARGUMENTS, job.policy, config, gen_savedir=folder)
+    at = fault.moment if fault is not None and fault.moment in PLACES else None
+    with mock.patch(PLACES[at], _broken) if at else faulty(fault, 1):
+        shardwright.parallelize(Net(), ARGUMENTS, job.policy, config, gen_savedir=folder, broadcast_strategy="all")
 
 
 @contextmanager

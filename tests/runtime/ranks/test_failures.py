@@ -77,6 +77,22 @@ def test_the_rank_that_has_the_store_is_missed(tmp_path, signal):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "victim"),
+    [
+        *((stage, 1) for stage in ("world", "arguments", "loading", "weights", "groups")),
+        *((stage, 0) for stage in ("world", "arguments", "compile", "packing", "loading", "weights", "groups")),
+    ],
+)
+def test_an_error_of_one_rank_reaches_the_others_from_every_stage_of_a_compile(tmp_path, stage, victim):
+    """With its whole text. Where the others are in a collective by then, they say so after its time limit at the latest."""
+    outcome = faults.run(tmp_path, TP, Fault(victim, stage), timeout_s=6.0, target="compile_together")
+    assert not outcome.stuck
+    assert outcome.errors[1 - victim].startswith(f"DistributedError: compiling Net failed on rank {victim}\n")
+    assert outcome.errors[1 - victim].endswith("ValueError: broken on purpose")
+
+
+@pytest.mark.slow
 def test_random_kills_and_stops_end_in_words():
     """A short run of the script that does so for as long as one likes."""
     script = Path(__file__).parents[2] / "product" / "faults.py"

@@ -122,6 +122,7 @@ def set_items_by_numbers_and_tensors(x: Tensor, y: Tensor) -> Tensor:
     cube[1:, torch.tensor([0, 3]), 2:4] = y[:2, :2]
     cube[-1, ..., MASK[1]] = x[2, : int(MASK[1].sum())].mean()
     cube[2, MASK] = 0.25
+    cube[torch.stack([MASK, ~MASK, MASK])[..., 0], 2:4] = 0.75
     return cube.square()
 
 

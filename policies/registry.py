@@ -79,9 +79,9 @@ def _check_callable(policy: Any) -> None:
         )
     try:
         inspect.signature(policy).bind(None, None)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise PlanError(
             f"policy {_import_path(policy)} does not take a graph and a config",
-            why=f"its parameters are {inspect.signature(policy)}",
+            why=f"its parameters are {inspect.signature(policy)}" if isinstance(error, TypeError) else str(error),
             hint="def policy(graph: IRGraph, config: ComputeConfig) -> IRGraph",
         ) from error

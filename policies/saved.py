@@ -12,6 +12,7 @@ from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.plan_file import check_plan_file
 from shardwright.compiler.plan.refit import refit
 from shardwright.policies.policy import Policy, read_options
+from shardwright.runtime.arguments import checked
 from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 from shardwright.runtime.json_text import parse_json
@@ -28,6 +29,7 @@ class SavedOptions:
     num_microbatches: int | None = None
 
 
+@checked
 def read_plan_file(path: str | Path) -> Plan:
     """The plan in a file. Raises :class:`PlanError` if there is none, or the file is not a plan."""
     path = Path(path)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
-from shardwright.runtime.arguments import MOST_LEVELS, checked, is_too_deep
+from shardwright.runtime.arguments import MOST_LEVELS, checked, checked_late, is_too_deep
 from shardwright.runtime.distributed_config import DistributedOptimizerConfig
 from shardwright.runtime.errors import ConfigError, brief, did_you_mean, malformed
 from shardwright.runtime.layout import MOST_RANKS
@@ -148,7 +148,7 @@ class ComputeConfig:
         object.__setattr__(self, "constants", _read_constants(self.constants))
 
     @classmethod
-    @checked
+    @checked_late
     def of(cls, config: ComputeConfig | Mapping[str, Any]) -> ComputeConfig:
         """The config itself, or one made of a mapping of its fields; an unknown field is a :class:`ConfigError`."""
         if isinstance(config, ComputeConfig):

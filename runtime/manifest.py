@@ -140,7 +140,7 @@ class Manifest:
                 why=f"there is no {MANIFEST_FILE}",
                 hint="compile first, with shardwright.parallelize or `shardwright compile`, or copy the directory to this node",
             ) from None
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise _damaged(path, str(error)) from error
         check_versions(path, data)
         written = data.pop("sha256", None)

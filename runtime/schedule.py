@@ -68,6 +68,8 @@ class ScheduleAction:
 
 _ACTION = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})", re.ASCII)
 
+_LONG_ACTION = re.compile(r"\d+[FBIW]\d+", re.ASCII)
+
 MOST_CELLS = 2**20
 """The most stages times microbatches of a schedule: more would fill the memory before anything else notices."""
 
@@ -82,7 +84,9 @@ def parse_action(text: str) -> ScheduleAction:
     if match is None:
         raise PlanError(
             f"{text[:60]!r} is not an action of a schedule",
-            why="an action is written <stage><kind><microbatch>, with kind F, B, I or W, and numbers of at most six digits",
+            why="its numbers have more than six digits"
+            if _LONG_ACTION.fullmatch(text)
+            else "an action is written <stage><kind><microbatch>, with kind F, B, I or W",
             hint="write for example 0F3, 0B3, 0I3, 0W3; messages and reductions follow from these",
         )
     stage, kind, microbatch = match.groups()

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from shardwright.runtime.errors import InputError
 from shardwright.runtime.left_out import LeftOut
 
 LEAF_TYPES = (
@@ -130,21 +131,45 @@ def join(path: str, key: Any) -> str:
 
 
 def flatten(obj: Any, path: str = "") -> dict[str, Any]:
-    """Path to leaf, depth first; paths are like ``past_key_values.layers.0.keys``, and ``""`` for a lone leaf."""
+    """Path to leaf, depth first; paths are like ``past_key_values.layers.0.keys``, and ``""`` for a lone leaf.
+
+    Raises :class:`InputError` for what is nested in itself, or more deeply than Python can follow.
+    """
+    try:
+        return _flatten(obj, path)
+    except RecursionError:
+        raise _too_deep(obj) from None
+
+
+def _flatten(obj: Any, path: str) -> dict[str, Any]:
     if kind(obj) == "leaf":
         return {path: obj}
     leaves: dict[str, Any] = {}
     for key, child in children(obj):
-        leaves.update(flatten(child, join(path, key)))
+        leaves.update(_flatten(child, join(path, key)))
     return leaves
 
 
 def map_leaves(obj: Any, function: Callable[[str, Any], Any], path: str = "") -> Any:
-    """A copy of the structure with ``function(path, leaf)`` in the place of each leaf."""
+    """A copy of the structure with ``function(path, leaf)`` in the place of each leaf; see :func:`flatten` for deep ones."""
+    try:
+        return _map_leaves(obj, function, path)
+    except RecursionError:
+        raise _too_deep(obj) from None
+
+
+def _too_deep(obj: Any) -> InputError:
+    return InputError(
+        f"a {type(obj).__name__} is nested in itself, or more deeply than can be followed",
+        hint="pass and return tensors in a few levels of lists, tuples, dicts or objects",
+    )
+
+
+def _map_leaves(obj: Any, function: Callable[[str, Any], Any], path: str) -> Any:
     form = kind(obj)
     if form == "leaf":
         return function(path, obj)
-    items = {key: map_leaves(child, function, join(path, key)) for key, child in children(obj)}
+    items = {key: _map_leaves(child, function, join(path, key)) for key, child in children(obj)}
     if form == "dict":
         return items
     if form in ("list", "tuple"):

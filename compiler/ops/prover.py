@@ -37,7 +37,7 @@ from shardwright.compiler.ops.rule import OpRule
 from shardwright.compiler.ops.shards import DisagreementError, accepted, dual, is_continuous, joined, largest_difference, shards
 from shardwright.compiler.ops.strategy import Assignment, allowed, layouts, strategies
 from shardwright.runtime.arguments import checked
-from shardwright.runtime.errors import AnnotationError
+from shardwright.runtime.errors import AnnotationError, malformed
 from shardwright.runtime.layout import Layout, Mesh, piece
 from shardwright.runtime.ops.random import RngState
 from shardwright.runtime.ranks.groups import RankMesh
@@ -196,7 +196,10 @@ class OperatorCall:
             if isinstance(operator, OpDef):
                 return self._run(self.op, self.operands, {}, None).results
             function = getattr(operator, "apply", operator)  # of an autograd Function
-            return _tensors(function(*copy(args), **{key: copy(value) for key, value in kwargs.items()}))
+            with malformed(
+                AnnotationError, "the operator fails with these arguments", hint="pass arguments it can be called with"
+            ):
+                return _tensors(function(*copy(args), **{key: copy(value) for key, value in kwargs.items()}))
 
     def trial(self, assignment: Assignment, mesh: Mesh, whole: _Whole) -> Trial:
         """Run the call split as ``assignment`` says and compare."""

@@ -24,6 +24,8 @@ Row = tuple[str, ...]
 def show_directory(console: Console, directory: Path, manifest: Manifest, plan: Plan, *, every_layer: bool) -> None:
     """Print what a directory holds. Names that differ in numbers only share a row, unless ``every_layer``."""
     console.print(header(directory, manifest, plan), soft_wrap=True)
+    if manifest.work is not None and not every_layer:
+        console.print(work_reasons(manifest.work), soft_wrap=True, end="")
     console.print(tensor_table(manifest, every_layer=every_layer))
     console.print(strategy_table(plan, every_layer=every_layer))
     console.print(notes(plan.notes, every_layer=every_layer), soft_wrap=True)
@@ -46,17 +48,17 @@ def header(directory: Path, manifest: Manifest, plan: Plan) -> RenderableType:
         ),
         *([("batch", f"{plan.batch} samples in a unit")] if plan.batch is not None else []),
         *([("zero", ", ".join(zero))] if zero else []),
-        *([("work", _work_in_words(manifest.work))] if manifest.work is not None else []),
         ("made by", f"shardwright {manifest.shardwright_version}, torch {manifest.torch_version}"),
         ("files", str(directory)),
+        *([("work", str(WorkShare.from_json(manifest.work)))] if manifest.work is not None else []),
     ]
     return Text("\n".join(f"{name:<8} {value}" for name, value in lines))
 
 
-def _work_in_words(data: Mapping[str, Any]) -> str:
-    """What each rank does of one device's arithmetic; and where it is much more than its part, what is not divided."""
+def work_reasons(data: Mapping[str, Any]) -> Text:
+    """Where ranks do much more than their part of one device's arithmetic: what is not divided. Layers alike are together."""
     work = WorkShare.from_json(data)
-    return "\n         ".join([str(work), *(work.reasons if work.is_uneven else [])])
+    return Text("".join(f"         {reason}\n" for reason in work.reasons) if work.is_uneven else "")
 
 
 def stages_in_words(plan: Plan) -> str:

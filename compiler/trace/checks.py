@@ -45,7 +45,7 @@ def warn_state_hooks(module: torch.nn.Module) -> None:
             lost, remedy = f"the extra state of {where}", "save it beside the checkpoint"
         else:
             continue
-        warnings.warn(f"{lost}: a compiled module saves and loads tensors only, under their names; {remedy}", stacklevel=3)
+        warnings.warn(f"{lost}: a compiled module saves and loads tensors only, under their names; {remedy}", stacklevel=4)
 
 
 @contextmanager
@@ -101,5 +101,5 @@ def warn_mixed_training(module: torch.nn.Module) -> None:
         warnings.warn(
             f"the module is in {mode} mode but these submodules are in {theirs} mode: {shown}; "
             "the compiled module has one training flag and does what module.train() and module.eval() set up",
-            stacklevel=3,
+            stacklevel=4,
         )

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shardwright.runtime.errors import InputError
+from shardwright.runtime.errors import InputError, brief
 from shardwright.runtime.structure import flatten, values_digest
 
 
@@ -167,7 +167,7 @@ def _same_literal(expected: Any, value: Any) -> bool:
 def _brief(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {_dtype(value.dtype)}{list(value.shape)}"
-    text = repr(value)
+    text = brief(value)
     return text if len(text) <= 60 else f"a {type(value).__name__}"
 
 

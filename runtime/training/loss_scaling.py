@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwright.runtime.arguments import checked
-from shardwright.runtime.errors import ConfigError, UsageError
+from shardwright.runtime.errors import ConfigError, UsageError, malformed
 from shardwright.runtime.training.optimizer import ParallelOptimizer
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -118,7 +118,8 @@ class LossScaler:
         if not self._enabled:
             return
         if new_scale is not None:
-            self._scale = float(new_scale)
+            with malformed(UsageError, "new_scale is a number"):
+                self._scale = float(new_scale)
         elif not self._overflowed:
             raise UsageError(
                 "update() was called without a step since the last one",
@@ -168,11 +169,13 @@ class LossScaler:
                 why="it was saved by a scaler with enabled=False",
                 hint="do not load it, or make this scaler with enabled=False too",
             )
-        self._scale = float(state_dict["scale"])
-        self._growth_factor = state_dict["growth_factor"]
-        self._backoff_factor = state_dict["backoff_factor"]
-        self._growth_interval = state_dict["growth_interval"]
-        self._num_good = state_dict["_growth_tracker"]
+        with malformed(UsageError, "this is no state dict of a loss scaler", hint="load what state_dict() gave"):
+            scale, num_good = float(state_dict["scale"]), int(state_dict["_growth_tracker"])
+            names = ("growth_factor", "backoff_factor", "growth_interval")
+            growth_factor, backoff_factor, growth_interval = (state_dict[name] for name in names)
+            _check_options(scale, growth_factor, backoff_factor, growth_interval)
+        self._scale, self._num_good = scale, num_good
+        self._growth_factor, self._backoff_factor, self._growth_interval = growth_factor, backoff_factor, growth_interval
 
 
 def _check_options(init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int) -> None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from shardwright.runtime.checkpoint.ordering import alike
 from shardwright.runtime.checkpoint.values import decode, encode
-from shardwright.runtime.errors import CheckpointError, ConfigError
+from shardwright.runtime.errors import CheckpointError, ConfigError, malformed
 from shardwright.runtime.ranks.world import World
 
 OptionsOf = Callable[[str, nn.Parameter], Mapping[str, Any]]
@@ -51,7 +51,8 @@ def asked_groups(
     """
     mine: list[tuple[dict[str, Any], list[str]]] = []
     for name, parameter in parameters.items():
-        options = dict(options_of(name, parameter))
+        with malformed(ConfigError, "param_groups gives a dict of options for a name and a parameter"):
+            options = dict(options_of(name, parameter))
         names = next((names for known, names in mine if alike(known, options)), None)
         if names is None:
             mine.append((options, [name]))

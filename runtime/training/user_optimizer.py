@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwright.runtime.errors import ConfigError
+from shardwright.runtime.errors import ConfigError, malformed
 from shardwright.runtime.training.gradients import TrainedModel
 from shardwright.runtime.training.param_groups import AskedGroup
 
@@ -31,16 +31,22 @@ def made_of(
     """
     if groups:
         asked = [{"params": [tensors[name] for name in group.names], **group.options} for group in groups]
-        return _checked(optimizer_fn(asked, **options))
+        return _made(optimizer_fn, asked, options)
     params = [tensors[name] for name in parameters]
     if any(tensor.requires_grad for tensor in params):
-        return _checked(optimizer_fn(params, **options))
+        return _made(optimizer_fn, params, options)
     nothing = nn.Parameter(torch.empty(0))
-    optimizer = _checked(optimizer_fn([*params, nothing], **options))
+    optimizer = _made(optimizer_fn, [*params, nothing], options)
     for group in optimizer.param_groups:
         group["params"] = [tensor for tensor in group["params"] if tensor is not nothing]
     optimizer.state.pop(nothing, None)
     return optimizer
+
+
+def _made(optimizer_fn: Callable[..., Optimizer], params: Sequence[Any], options: Mapping[str, Any]) -> Optimizer:
+    title = getattr(optimizer_fn, "__name__", type(optimizer_fn).__name__)
+    with malformed(ConfigError, f"{title} cannot be made with these options", hint=f"options: {', '.join(options) or 'none'}"):
+        return _checked(optimizer_fn(params, **options))
 
 
 def made_again(

@@ -246,7 +246,12 @@ def calls_of(target: Target, values: Mapping[str, Callable[[], Any]]) -> Iterato
     """Argument and value of each call; an empty argument for calls with too few, too many or unknown ones."""
     if target.function.__module__ != __name__:
         yield from (("", how) for how in ("none", "unknown", "too many"))
-    yield from ((argument, value) for argument in target.arguments for value in values)
+    calls = ((argument, value) for argument in target.arguments for value in values)
+    yield from (call for call in calls if call not in OWN)
+
+
+OWN = {("pas_policy", "nn.Linear"), ("policy", "nn.Linear"), ("scale_fn", "Linear"), ("optimizer_fn", "Linear")}
+"""Functions of the caller's that fail when they are called: what they raise is the caller's own."""
 
 
 def _call(target: Target, given: dict[str, Any] | None, how: str) -> Callable[[], Any]:
@@ -463,7 +468,7 @@ def graph_targets(folder: Path) -> list[Target]:
         Target("plans", "audit", audit, lambda: {"program": compiled.program, "config": config, "hardware": hardware}),
         Target("plans", "find_policy", find_policy, lambda: {"policy": "tp"}),
         Target("plans", "register_policy", _registered_policy, lambda: {"name": "mine"}),
-        Target("operators", "register_op", _registered, lambda: {"annotation": "a -> a"}),
+        Target("operators", "register_op", _registered, lambda: {"annotation": "a -> a"}, also=REGISTER_OPTIONS),
         Target("operators", "prove", prove, lambda: {"operator": torch.relu, "args": (torch.ones(4, dtype=torch.float64),)}),
     ]
 
@@ -477,10 +482,12 @@ def _written(path: Path, text: str) -> Path:
     return path
 
 
-def _registered(annotation: Any, name: Any = None, **options: Any) -> None:
-    def double(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
+def double(x: torch.Tensor) -> torch.Tensor:
+    """What is registered with every bad argument."""
+    return x * 2
 
+
+def _registered(annotation: Any, name: Any = None, **options: Any) -> None:
     shardwright.register_op(annotation, name, **options)(double)
 
 
@@ -550,6 +557,8 @@ def training_targets(folder: Path) -> list[Target]:
     parallelize, build = shardwright.parallelize, shardwright.build_optimizer
     module = parallelize(Net(), ARGS, "dp", config, gen_savedir=folder / "training", reuse="moo")
     assert isinstance(module, shardwright.ParallelModule)
+    called = parallelize(Net(), ARGS, "dp", CONFIG, gen_savedir=folder / "called", reuse="moo")
+    assert isinstance(called, shardwright.ParallelModule)
     files = next((folder / "training").rglob("manifest.json")).parent
     optimizer = build(module, torch.optim.SGD, lr=0.1)
     scaler = shardwright.LossScaler()
@@ -584,16 +593,15 @@ def training_targets(folder: Path) -> list[Target]:
     states = {"module": module, "module_state_dict": merged_state[0]}
     both = {**states, "optimizer": optimizer, "optimizer_state_dict": merged_state[1]}
     return [
-        Target("modules", "forward", module.forward, lambda: dict(ARGS), also=("x", "scale")),
+        Target("modules", "forward", called, lambda: dict(ARGS), also=("x", "scale")),
         Target("modules", "train_step", module.train_step, lambda: {"samples": [ARGS]}),
         Target("modules", "infer_step", module.infer_step, lambda: {"samples": [ARGS]}),
         Target("modules", "zero_grad", module.zero_grad, dict),
-        Target("modules", "load_state_dict", module.load_state_dict, lambda: {"state_dict": module.state_dict()}),
         Target("modules", "load_class", shardwright.load_class, lambda: {"directory": files}),
         Target("modules", "accept", accept, lambda: {"directory": files}),
         Target("modules", "broadcast_weights", shardwright.broadcast_weights, lambda: {"module": module, "stride_size": 1}),
         Target(
-            "optimizers", "build_optimizer", build, lambda: {"module": module, "optimizer_fn": torch.optim.SGD}, also=("lr",)
+            "optimizers", "build_optimizer", build, lambda: {"module": called, "optimizer_fn": torch.optim.SGD}, also=("lr",)
         ),
         Target("optimizers", "step", optimizer.step, dict),
         Target("optimizers", "zero_grad", optimizer.zero_grad, dict),

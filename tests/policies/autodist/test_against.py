@@ -164,7 +164,8 @@ def test_no_simple_policy_is_better_on_any_machine_or_in_less_memory(seed: int) 
     """Small models, of which steps are mostly launches and stages a few operators; half of the requests leave little memory."""
     rng = random.Random(seed)
     graph, num_ranks, num_units = plans.zoo_graph(rng.choice(ZOO)), rng.choice([2, 4, 8]), rng.choice([1, 2])
-    hardware, count = load_hardware(rng.choice(MACHINES), num_ranks * num_units), rng.choice([2, 4, 8])
+    machine, count = rng.choice(MACHINES), rng.choice([2, 4, 8])
+    hardware = load_hardware(machine, num_ranks * num_units)
     zero = rng.choice([0, 1, 2, 3])
 
     def config(**options: Any) -> ComputeConfig:
@@ -172,7 +173,7 @@ def test_no_simple_policy_is_better_on_any_machine_or_in_less_memory(seed: int) 
 
     costs = {}
     for title, (policy, options) in shapes(num_ranks, ("1f1b", "gpipe", "zb_h1", "zb_v")).items():
-        own = options | ({"num_microbatches": count} if "num_microbatches" in options else {})
+        own = options | ({"num_microbatches": count, "hardware": machine} if "num_microbatches" in options else {})
         with contextlib.suppress(PlanError):
             costs[title] = cost_of(graph, policy, config(**own), hardware, count)
     peaks = sorted(cost.peak_bytes for cost in costs.values())

@@ -7,6 +7,7 @@ import linecache
 import sys
 import threading
 import weakref
+from collections import deque
 from pathlib import Path
 from types import CodeType, ModuleType
 
@@ -79,6 +80,7 @@ def _execute(path: Path, source: bytes) -> tuple[ModuleType, Lines, CodeType]:
 
     See [Note: A module lives as long as its class].
     """
+    _release_unused()
     module = ModuleType(f"{GENERATED}{next(_serial)}_{path.stem}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
@@ -100,7 +102,9 @@ def _execute(path: Path, source: bytes) -> tuple[ModuleType, Lines, CodeType]:
 # A generated class finds its module in ``sys.modules``, and tracebacks find its lines in ``linecache``. A
 # program that compiles or loads again and again must not collect them all. So the module does not hold
 # its class, but looks for it when it is asked for it, and when the class is gone, module and lines go
-# with it. Only a file that was edited so that its own code reads the class by name keeps both for good.
+# with it: when the next file is loaded, as the collector of garbage, which finds that the class is gone,
+# may run while somebody goes through ``sys.modules``. Only a file that was edited so that its own code
+# reads the class by name keeps both for good.
 
 
 def _let_go_with_class(module: ModuleType, path: Path, lines: Lines, loaded: type, *, keeps: bool) -> None:
@@ -117,13 +121,14 @@ def _let_go_with_class(module: ModuleType, path: Path, lines: Lines, loaded: typ
 
         module_name = module.__name__
         module.__dict__["__getattr__"] = find
-    weakref.finalize(loaded, _release, module.__name__, path, lines).atexit = False
+    weakref.finalize(loaded, _unused.append, (module.__name__, path, lines)).atexit = False
 
 
 Lines = tuple[int, None, list[str], str]
 """An entry of ``linecache``. Without a modification time it is not compared with the file: what was executed is shown."""
 
-_lock = threading.RLock()  # the collector of garbage may release one module while another is loaded
+_lock = threading.Lock()
+_unused: deque[tuple[str, Path, Lines]] = deque()  # modules whose class is gone
 _lines: dict[Path, list[Lines]] = {}
 """What lives of each file, in the order of loading; tracebacks show the lines of the last one."""
 
@@ -135,6 +140,12 @@ def _shown(path: Path, text: str) -> Lines:
         _lines[path] = [*_lines.get(path, ()), lines]
         linecache.cache[str(path)] = lines
     return lines
+
+
+def _release_unused() -> None:
+    """Forget the modules whose class is gone."""
+    while _unused:
+        _release(*_unused.popleft())
 
 
 def _release(module_name: str, path: Path, lines: Lines) -> None:

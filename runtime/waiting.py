@@ -173,7 +173,7 @@ def in_time(call: Callable[[], Result], wait: Wait) -> Result:
     threading.Thread(target=run, name="a call with a time limit", daemon=True).start()
     while not done.wait(pause_s := max(wait.pause_s, 0.05)):
         if not wait.passed(pause_s):
-            raise OutOfTimeError
+            raise OutOfTimeError(f"nothing came for {wait.limit_s:g} s")
     if errors:
         raise errors[0]
     return results[0]

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from shardwright.runtime import errors
 from shardwright.runtime.errors import DistributedError, ShardwrightError
-from shardwright.runtime.ranks.processes import Process, described
-from shardwright.runtime.waiting import LIMIT_HINT, OutOfTimeError, Pulse, Wait, in_time, timeout_s
+from shardwright.runtime.ranks.processes import Process, answered, described
+from shardwright.runtime.waiting import LIMIT_HINT, Pulse, Wait, in_time, timeout_s
 
 Answer = TypeVar("Answer")
 
@@ -170,7 +170,9 @@ class StoreExchange:
                 looked_s = wait.waited_s
                 sign, process = self._ask(lambda: self._look(src), wait)
                 wait.heard(sign)
-                if process is not None and process.state() == "is gone" and not self._store.check([key]):
+                if process is not None and process.state() == "is gone":
+                    if self._ask(lambda: self._store.check([key]), wait):
+                        break  # told before it ended
                     raise self._given_up(wait, src, process)
             if not wait.pause(f"; {described(src, process)}"):
                 raise self._given_up(wait, src, process)
@@ -197,22 +199,7 @@ class StoreExchange:
         return done
 
     def _ask(self, question: Callable[[], Answer], wait: Wait) -> Answer:
-        """The store's answer; it may lie in the process of another rank."""
-        try:
-            return in_time(question, wait)
-        except OutOfTimeError:
-            why = f"nothing came for {wait.limit_s:g} s"
-        except dist.DistError as error:
-            why = str(error).partition("\n")[0]
-        except RuntimeError as error:
-            if isinstance(error, ShardwrightError):
-                raise
-            why = str(error).partition("\n")[0]
-        raise DistributedError(
-            f"{self.what}: the job's key-value store does not answer rank {self.rank}",
-            why=why,
-            hint="it lies in the process of torchrun, or else of rank 0: look for the first error there",
-        )
+        return answered(question, wait, self.rank, self.what)
 
     def _given_up(self, wait: Wait, src: int, process: Process | None) -> DistributedError:
         more = f"; `kill -CONT {process.pid}` lets it go on" if process and process.state() == "is stopped" else ""

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
+from shardwright.runtime.errors import DistributedError, ShardwrightError
 from shardwright.runtime.waiting import OutOfTimeError, Wait, in_time, timeout_s
 
 Answer = TypeVar("Answer")
@@ -76,14 +77,19 @@ class Roll:
         self._store = dist.distributed_c10d.PrefixStore("shardwright/processes", store)
         self._rank = rank
         self._known: dict[int, Process] = {}
-        self._store.delete_key(f"failed{rank}")  # of an earlier process group on the same store
-        self._store.set(str(rank), json.dumps(Process.own().to_json()))
+        text = json.dumps(Process.own().to_json())
+
+        def sign() -> None:
+            self._store.delete_key(f"failed{rank}")  # of an earlier process group on the same store
+            self._store.set(str(rank), text)
+
+        answered(sign, Wait(f"rank {rank} waits for the job's key-value store"), rank)
 
     def learn(self, ranks: Sequence[int]) -> None:
         """Remember the processes of ranks that are in a group with the caller, while the store can tell."""
         unknown = [rank for rank in ranks if rank not in self._known and rank != self._rank]
         if 0 < len(unknown) <= _MANY_RANKS:
-            self._known |= in_time(lambda: self._read(unknown), Wait(_ASKING))
+            self._known |= answered(lambda: self._read(unknown), Wait(_ASKING), self._rank)
 
     def say_failed(self, text: str) -> None:
         """Tell other ranks, which will miss this one, why it fails."""
@@ -122,6 +128,26 @@ class Roll:
             return in_time(question, Wait(_ASKING, min(2.0, timeout_s())))
         except (OutOfTimeError, RuntimeError):
             return None
+
+
+def answered(question: Callable[[], Answer], wait: Wait, rank: int, what: str = "") -> Answer:
+    """The answer of the job's key-value store, which may lie in the process of another rank.
+
+    Raises :class:`DistributedError` where none comes. ``what``: what the ranks do together, for messages.
+    """
+    try:
+        return in_time(question, wait)
+    except OutOfTimeError:
+        why = f"nothing came for {wait.limit_s:g} s"
+    except ShardwrightError:
+        raise
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+    raise DistributedError(
+        f"{what}{': ' if what else ''}the job's key-value store does not answer rank {rank}",
+        why=why,
+        hint="it lies in the process of torchrun, or else of rank 0: look for the first error there",
+    )
 
 
 def described(rank: int, process: Process | None) -> str:

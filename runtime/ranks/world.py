@@ -13,6 +13,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,8 @@ from shardwright.runtime.ranks.failures import collective_failed, concerning
 from shardwright.runtime.ranks.hub import in_words
 from shardwright.runtime.ranks.messages import Messages, MessageTransport
 from shardwright.runtime.ranks.process_group import ProcessGroupTransport, ProcessMessages
-from shardwright.runtime.ranks.processes import Roll
-from shardwright.runtime.waiting import timeout, timeout_of
+from shardwright.runtime.ranks.processes import Roll, answered
+from shardwright.runtime.waiting import OutOfTimeError, Wait, in_time, timeout, timeout_of
 
 
 class World(ABC):
@@ -170,7 +171,9 @@ class DistributedWorld(World):
         """Refuse a GPU that another rank has claimed: NCCL would fail at its first call, or wait for ever."""
         gpu = torch.cuda.get_device_properties(self.device).uuid
         store = dist.distributed_c10d._get_default_store()
-        holder = int(store.compare_set(f"shardwright/gpu/{gpu}", "", str(self.rank)))
+        wait = Wait(f"rank {self.rank} waits for the job's key-value store")
+        claim = partial(store.compare_set, f"shardwright/gpu/{gpu}", "", str(self.rank))
+        holder = int(answered(claim, wait, self.rank))
         if holder != self.rank:
             raise DistributedError(
                 f"ranks {holder} and {self.rank} have the same GPU",
@@ -210,9 +213,14 @@ class DistributedWorld(World):
         if len(ranks) == self.size and timeout_of(dist.distributed_c10d._get_default_store()) == limit:
             return dist.group.WORLD
         with concerning(f"making the process group of {in_words(ranks)}"):
+            desc = f"shardwright {in_words(ranks[:8])}"
+            make = partial(dist.new_group, list(ranks), timeout=limit, group_desc=desc)
             try:
-                return dist.new_group(list(ranks), timeout=limit, group_desc=f"shardwright {in_words(ranks[:8])}")
-            except RuntimeError as error:
+                if self.device.type != "cpu":  # the current device belongs to this thread
+                    return make()
+                # Torch keeps to the limit itself, unless the store stands still.
+                return in_time(make, Wait(f"rank {self.rank}: {desc} is being made", 2 * limit.total_seconds()))
+            except (RuntimeError, OutOfTimeError) as error:
                 others = [rank for rank in range(self.size) if rank != self.rank]
                 raise collective_failed("new_group", "world", self.rank, others, None, error, self._states(others)) from error
 

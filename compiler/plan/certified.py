@@ -34,6 +34,8 @@ def checked_certificate(plan: Plan, graph: IRGraph, config: ComputeConfig) -> Pl
 def certified_digest(plan: Plan, graph: IRGraph, config: ComputeConfig) -> str:
     """Of what a certificate is of."""
     covered = {key: value for key, value in plan.to_json().items() if key not in NOT_COVERED}
+    # A step runs the same program whether an output is dropped, or left out of training.
+    covered["outputs"] = {path: None if wish == "eval" else wish for path, wish in covered["outputs"].items()}
     given = (*graph.inputs, *graph.parameters)
     tensors = [(value.name, [str(size) for size in value.shape], str(value.dtype), value.requires_grad) for value in given]
     counted = {size.name: size.example for value in given for expression in value.shape for size in dynamic_sizes(expression)}

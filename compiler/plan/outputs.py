@@ -23,8 +23,8 @@ def output_wishes(graph: IRGraph, config: ComputeConfig) -> Wishes:
     leaves = [(path, value) for path, value in graph.output.leaves() if value is None or isinstance(value, IRValue)]
     paths = [path for path, value in leaves if value is not None]
     if config.outputs == "auto":
-        lone = config.plan_ngpus == 1 or config.inference_only or _trained_loss(graph) is None
-        return {} if lone else {path: "eval" for path in paths if path != _trained_loss(graph)}
+        loss = None if config.plan_ngpus == 1 or config.inference_only else _trained_loss(graph)
+        return {} if loss is None else {path: "eval" for path, _ in leaves if path != loss}
     if config.outputs == "all":
         return {}
     if config.outputs == "loss":
@@ -55,9 +55,10 @@ def settled_wishes(graph: IRGraph, config: ComputeConfig, planned: Mapping[str, 
 
 
 def _trained_loss(graph: IRGraph) -> str | None:
-    """The path of the loss, a scalar with a gradient, of a model that returns other tensors too."""
-    values = {path: value for path, value in graph.output.leaves() if isinstance(value, IRValue)}
-    if len(values) < 2:
+    """The path of the loss, a scalar with a gradient, of a model that returns other tensors too; they may be gone already."""
+    leaves = [(path, value) for path, value in graph.output.leaves() if value is None or isinstance(value, IRValue)]
+    values = {path: value for path, value in leaves if value is not None}
+    if not values or len(leaves) < 2:
         return None
     path = _loss_of(list(values))
     return path if not values[path].shape and values[path].requires_grad else None
@@ -65,7 +66,8 @@ def _trained_loss(graph: IRGraph) -> str | None:
 
 def returns_more_than_loss(graph: IRGraph, config: ComputeConfig) -> bool:
     """Whether all outputs are asked for, of a model that returns a loss, which is a number to be trained, and other tensors."""
-    return config.outputs == "all" and _trained_loss(graph) is not None
+    number = sum(isinstance(value, IRValue) for _, value in graph.output.leaves())
+    return config.outputs == "all" and number > 1 and _trained_loss(graph) is not None
 
 
 def _loss_of(paths: Sequence[str]) -> str:

@@ -112,7 +112,8 @@ class Plan:
 
     ``strategies``: operator name to its assignment; operators and axes left out are ``R``. ``stored``: layout of parameters
     and buffers by FQN; what is left out is chosen while lowering, so that its uses need the least communication.
-    ``inputs`` / ``outputs``: layouts by path where they are not whole; an output may be ``None``: not needed, dropped.
+    ``inputs`` / ``outputs``: layouts by path where they are not whole; an output may be ``None``: not needed, dropped;
+    or ``"eval"``: left out of training steps.
     ``policy`` and ``notes`` say where the plan comes from. ``dims``: operator name and axis to the name of the dim split
     there, for people; nothing is decided by it. ``certificate``: of a plan that was searched for.
 

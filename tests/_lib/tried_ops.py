@@ -98,6 +98,24 @@ def edited(x: Tensor) -> Tensor:
     return _inside(x)
 
 
+@register_op("b h -> b h")
+def scaled_by(x: Tensor, by: float) -> Tensor:
+    return x * by
+
+
+@register_op(
+    "b h^ -> b k^ j^",
+    localise=lambda op, rule, local: {"sizes": (local.segments["b"][0], *op.arg("sizes")[1:])},
+)
+def viewed(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    return x.view(sizes)
+
+
+@register_op("a b -> a b", fake=lambda x, function: torch.empty_like(x))
+def mapped(x: Tensor, function: Any) -> Tensor:
+    return x
+
+
 # ---------------------------------------------------------------- what cannot be proved
 
 

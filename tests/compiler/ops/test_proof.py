@@ -20,7 +20,8 @@ from shardwright.compiler.ops.register import UserOpDef, register_op
 from shardwright.compiler.ops.samples import Sample, sample_calls
 from shardwright.compiler.trace import trace
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import AnnotationError, ConfigError
+from shardwright.runtime.errors import AnnotationError, ConfigError, TraceError
+from shardwright.runtime.ranks.threads import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -182,6 +183,38 @@ def test_the_global_generator_is_left_alone() -> None:
     before = torch.get_rng_state()
     proved(user_ops.affine, X, torch.zeros(30, 64))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("argument", [torch.relu, user_ops.plain, (1, lambda x: x)])
+def test_a_function_as_an_argument_is_refused_in_words(argument: Any) -> None:
+    with pytest.raises(TraceError, match="got an argument of type .*, which a graph cannot hold") as caught:
+        trace(Model(tried_ops.mapped, argument), {"x": X})
+    assert caught.value.hint is not None and caught.value.hint.startswith("register a function that calls it")
+
+
+def test_dynamic_sizes_as_arguments(tmp_path: Path) -> None:
+    """Sizes, expressions of them and tuples that hold them are arguments of registered functions like others."""
+
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = tried_ops.scaled_by(self.up(x), 2 * x.shape[0] - 1)
+            y = tried_ops.scaled_by(y, 1 / x.shape[0])
+            return tried_ops.viewed(y, (x.shape[0], 2, 4)).square().mean()
+
+    torch.manual_seed(0)
+    model, batches = Sized().double(), [torch.randn(n, 8, dtype=torch.float64) for n in (8, 5)]
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, dynamic_dims={"x": {0: "batch"}})
+
+    def rank(_: int) -> list[Tensor]:
+        module = parallelize(model, {"x": batches[0]}, "data", config, gen_savedir=tmp_path)
+        return [module(x=x).detach() for x in batches]
+
+    for found in run_ranks(2, rank):
+        torch.testing.assert_close(found, [model(x).detach() for x in batches], rtol=1e-12, atol=1e-12)
 
 
 # ---------------------------------------------------------------- in a compile

@@ -211,7 +211,8 @@ def test_what_does_not_fit_is_said_of_one_device(num_positions: int, words: str)
     ],
 )
 def test_what_is_said_to_be_needed_is_more_than_what_is_allowed(memory_bytes: float, words: str) -> None:
-    placer = Placer(plans.zoo_graph("mlp"), config_of(2), AutodistOptions(), slow_machine(2))
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, outputs="all")
+    placer = Placer(plans.zoo_graph("mlp"), config, AutodistOptions(), slow_machine(2))
     with pytest.raises(PlanError, match=re.escape(words)):
         placer(Wish(Mesh((("x", 2),)), (0, 1), 1, memory_bytes=memory_bytes))
 

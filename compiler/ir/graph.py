@@ -70,7 +70,8 @@ class IRGraph:
     trace has read; a call with others must be refused. ``conditions``: relations between dynamic sizes that the
     traced control flow took for granted; a call that breaks one must be refused. ``eval_graph``: the body for
     ``training=False`` where it differs in structure; parameters and buffers are shared by name. ``autocast``: the dtype of the
-    autocast block that the module was traced in, if any; operators stand in it by their own ``autocast``.
+    autocast block that the module was traced in, if any; operators stand in it by their own
+    ``autocast``. ``training_only``: there is no body for evaluation, in which ``forward`` changes parameters.
     """
 
     name: str

@@ -5,22 +5,28 @@ The runtime has the operators themselves, under the same names; a trace only nee
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 
 def only_finite(input: Tensor) -> Tensor:
     """Stands for :func:`shardwright.runtime.ops.only_finite`."""
-    return input
+    return _dispatched(only_finite, input)
 
 
 def unclamped(input: Tensor, min: float | None = None, max: float | None = None) -> Tensor:
     """Stands for :func:`shardwright.runtime.ops.unclamped`."""
-    return input
+    return _dispatched(unclamped, input, min, max)
 
 
 def all_chosen(input: Tensor, mask: Tensor) -> Tensor:
     """Stands for :func:`shardwright.runtime.ops.all_chosen`."""
-    if has_torch_function((input, mask)):
-        return handle_torch_function(all_chosen, (input, mask), input, mask)  # type: ignore[no-any-return]
-    return input
+    return _dispatched(all_chosen, input, mask)
+
+
+def _dispatched(function: Any, input: Tensor, *args: Any) -> Any:
+    """Let modes and tensor subclasses see the call, as they see those of torch's own functions."""
+    tensors = (input, *(arg for arg in args if isinstance(arg, Tensor)))
+    return handle_torch_function(function, tensors, input, *args) if has_torch_function(tensors) else input

@@ -296,8 +296,10 @@ def run(arguments: argparse.Namespace) -> None:
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     path = out / "families.jsonl"
-    wanted = arguments.only or folders()
-    todo = [folder for folder in wanted if folder not in rows_of(path) or arguments.again]
+    wanted, known = arguments.only or folders(), rows_of(path)
+    todo = [folder for folder in wanted if folder not in known or arguments.again]
+    if arguments.retry:
+        todo += [folder for folder in wanted if folder in known and outcome_of(known[folder]) != "equal"]
     deadline = time.monotonic() + 60 * arguments.minutes
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -441,6 +443,7 @@ def main() -> None:
     running.add_argument("--minutes", type=float, default=float("inf"))
     running.add_argument("--tests", type=Path, help="a checkout of Hugging Face's repository")
     running.add_argument("--again", action="store_true", help="also folders that have a row")
+    running.add_argument("--retry", action="store_true", help="also, after all others, folders whose row is not equal")
     showing = commands.add_parser("table", help="count outcomes, and write the page")
     showing.add_argument("--markdown", type=Path)
     for command in (running, showing):

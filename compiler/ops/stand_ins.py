@@ -26,7 +26,10 @@ def all_chosen(input: Tensor, mask: Tensor) -> Tensor:
     return _dispatched(all_chosen, input, mask)
 
 
-def _dispatched(function: Any, input: Tensor, *args: Any) -> Any:
+def _dispatched(function: Any, input: Tensor, *args: Any) -> Tensor:
     """Let modes and tensor subclasses see the call, as they see those of torch's own functions."""
     tensors = (input, *(arg for arg in args if isinstance(arg, Tensor)))
-    return handle_torch_function(function, tensors, input, *args) if has_torch_function(tensors) else input
+    if not has_torch_function(tensors):
+        return input
+    result: Tensor = handle_torch_function(function, tensors, input, *args)
+    return result

@@ -165,9 +165,15 @@ class Recorder:
             if variable.value is value:
                 variable.value = checked
 
+    def unchecked(self, value: IRValue) -> IRValue:
+        """What a check was given that has ``value`` for its result; any other value itself."""
+        while value.name in self._checked:
+            value = self._checked[value.name]
+        return value
+
     def is_parameter(self, value: IRValue) -> bool:
         """Whether a value is a parameter, or one that was checked."""
-        return self._checked.get(value.name, value).kind is ValueKind.PARAMETER
+        return self.unchecked(value).kind is ValueKind.PARAMETER
 
     # gradients
 

@@ -203,7 +203,7 @@ class _Run:
                 continue
             if now is None:
                 raise TraceError(f"forward removes the buffer {tensor.names[0]}", hint="keep it, and change its contents")
-            after = self.recorder.value(now)
+            after = self.recorder.unchecked(self.recorder.value(now))
             if after.name != value.name:
                 if value.name in self.constants.read:
                     raise TraceError(

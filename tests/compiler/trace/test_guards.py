@@ -68,6 +68,22 @@ def test_the_check_holds_under_a_plan(policy: str) -> None:
     assert verify(Mends(not_finite), {"x": X}, policy, {"plan_ngpus": 2, "runtime_ngpus": 2}, steps=1).ok
 
 
+class LooksAtBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.shift = nn.Linear(6, 3).double(), nn.Buffer(torch.ones(6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.isnan(self.shift).any() or torch.isinf(x).any():
+            x = x * 0
+        return self.layer(x + self.shift).sum()
+
+
+def test_what_is_looked_at_is_no_change_of_it() -> None:
+    graph = traced(LooksAtBuffer(), {"x": X})
+    assert [op.target for op in graph.ops].count("only_finite") == 2 and not graph.buffer_updates
+
+
 class Clamps(nn.Module):
     """Keeps a parameter in a range, as Gemma 3n does."""
 

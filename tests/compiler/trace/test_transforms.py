@@ -17,6 +17,21 @@ from shardwright.runtime.errors import TraceError
 X = torch.randn(3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
+class Closes(nn.Module):
+    """A function under vmap reads a parameter around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: (row @ self.weight).tanh() + self.weight[0])(x)
+
+
+def test_a_parameter_around_the_function_is_trained() -> None:
+    traced(Closes(), {"x": X}, exact=False)
+
+
 class Apply(nn.Module):
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -26,12 +26,15 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path, PurePath
-from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, Union, cast, get_args, get_origin
 
-from shardwright.runtime.errors import ArgumentError, ShardwrightError, brief, brief_text
+from shardwright.runtime.errors import ArgumentError, CheckpointError, ShardwrightError, brief, brief_text
 
 Checked = TypeVar("Checked", bound=Callable[..., Any])
 CheckedClass = TypeVar("CheckedClass", bound=type[Any])
+
+MOST_PATH, MOST_NAME = 4096, 255
+"""Bytes of a path, and of the name of a file or folder in it."""
 
 MOST_LEVELS = 200
 """So many levels may be nested in an argument."""
@@ -41,6 +44,14 @@ MOST_BITS = 512
 
 MOST_ELEMENTS = 1000
 """So many elements of a list, tuple or dict are looked at."""
+
+
+class Stateful(Protocol):
+    """What has a state to save: a scheduler."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
 class Kind(NamedTuple):
@@ -98,6 +109,18 @@ def wrong_argument(function: Callable[..., Any], name: str, expected: str, value
     )
 
 
+def param_groups_of(state_dict: Mapping[str, Any]) -> Any:
+    """The groups in the state dict of an optimizer. Raises :class:`CheckpointError` if it is none."""
+    groups = state_dict.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) and "params" in group for group in groups):
+        raise CheckpointError(
+            "this is no state dict of an optimizer",
+            why="it has no list 'param_groups' of dicts with 'params'",
+            hint="pass what state_dict() of an optimizer, or merge_state_dicts, gave",
+        )
+    return groups
+
+
 def shown(value: Any) -> str:
     """A value and its type for a message, however large, deep or broken the value is: ``3, an int``."""
     if value is None:
@@ -152,8 +175,9 @@ def kind_of(annotation: Any) -> Kind | None:
     if annotation in _SIMPLE:
         return _SIMPLE[annotation]
     if origin in (Union, types.UnionType):
-        # Of a path the text must be one, too.
-        return _any_of([kind_of(Path if part is str and Path in parts else part) for part in parts])
+        # A string in the place of a path or a device must be the text of one.
+        special = next((part for part in parts if part is Path or getattr(part, "__name__", "") == "device"), str)
+        return _any_of([kind_of(special if part is str else part) for part in parts])
     if origin is Literal:
         return Kind(lambda value: _is_one_of(value, parts), " or ".join(map(repr, parts)))
     if origin is type:
@@ -166,6 +190,8 @@ def kind_of(annotation: Any) -> Kind | None:
         return _sequence_of(kind_of(parts[0]), *_SEQUENCES[origin])
     if origin is collections.abc.Callable:
         return _SIMPLE[collections.abc.Callable]
+    if getattr(annotation, "__module__", "") == "torch" and annotation.__name__ == "device":
+        return Kind(lambda value: _is_device(annotation, value), "a device")
     plain = annotation if origin is None else origin
     if isinstance(plain, type) and plain is not object and not getattr(plain, "_is_protocol", False):
         module = plain.__module__.split(".")[0]
@@ -183,7 +209,10 @@ def _any_of(kinds: Sequence[Kind | None]) -> Kind | None:
     if len(known) < len(kinds):
         return None
     words = list(dict.fromkeys(kind.words for kind in known))
-    return Kind(lambda value: any(kind.accepts(value) for kind in known), " or ".join([", ".join(words[:-1]), words[-1]]))
+    return Kind(
+        lambda value: any(kind.accepts(value) for kind in known),
+        " or ".join(part for part in (", ".join(words[:-1]), words[-1]) if part),
+    )
 
 
 def _is_number(value: Any) -> bool:
@@ -195,8 +224,20 @@ def _is_path(value: Any) -> bool:
     if not isinstance(value, str | os.PathLike):
         return False
     try:
-        return b"\0" not in os.fsencode(value)
+        name = os.fsencode(value)
     except (TypeError, UnicodeEncodeError):
+        return False
+    return b"\0" not in name and len(name) < MOST_PATH and all(len(part) <= MOST_NAME for part in name.split(b"/"))
+
+
+def _has_state(value: Any) -> bool:
+    return not isinstance(value, type) and all(callable(getattr(value, n, None)) for n in ("state_dict", "load_state_dict"))
+
+
+def _is_device(kind: Any, value: Any) -> bool:
+    try:
+        return isinstance(value, kind) or (isinstance(value, str) and kind(value) is not None)
+    except RuntimeError:
         return False
 
 
@@ -261,6 +302,7 @@ _SIMPLE: Mapping[Any, Kind | None] = {
     types.NoneType: Kind(lambda value: value is None, "None"),
     bool: Kind(lambda value: isinstance(value, bool), "True or False"),
     int: Kind(lambda value: isinstance(value, Integral) and _is_number(value), "a whole number"),
+    Stateful: Kind(lambda value: _has_state(value), "an object with state_dict and load_state_dict"),
     float: Kind(lambda value: isinstance(value, Real) and _is_number(value), "a number"),
     str: Kind(lambda value: isinstance(value, str), "a string"),
     dict: Kind(lambda value: isinstance(value, Mapping), "a dict"),

@@ -50,6 +50,7 @@ MODULE_ATTRIBUTES = frozenset(dir(nn.Module)) | {
     "layouts",
     "layouts_eval",
     "left_out",
+    "left_out_of_training",
     "mesh",
     "note_loaded",
     "num_microbatches",

@@ -65,7 +65,7 @@ class Device:
     """
 
     name: str
-    memory_bytes: int
+    memory_bytes: float
     flops_per_s: Mapping[str, float]
     bytes_per_s: float
     launch_s: float

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwright.runtime.arguments import checked
+from shardwright.runtime.arguments import checked, param_groups_of
 from shardwright.runtime.checkpoint.agreement import together
 from shardwright.runtime.checkpoint.holdings import EXTRA_STATE, Holding, Holdings, is_extra_state
 from shardwright.runtime.checkpoint.merged import is_plan
@@ -277,7 +277,7 @@ def _given_state(optimizer: Optimizer, holdings: Holdings, state_dict: Mapping[s
     if state_dict is None:
         raise CheckpointError("there is no state for the optimizer", hint="pass optimizer_state_dict too")
     names = group_names(optimizer, holdings)
-    there, here = [len(group["params"]) for group in state_dict["param_groups"]], [len(group) for group in names]
+    there, here = [len(group["params"]) for group in param_groups_of(state_dict)], [len(group) for group in names]
     if there != here:
         why = f"its groups have {there} parameters, here they have {here}"
         raise CheckpointError("the state dict does not fit the optimizer", why=why)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwright.runtime.arguments import checked
+from shardwright.runtime.arguments import Stateful, checked
 from shardwright.runtime.checkpoint.agreement import together
 from shardwright.runtime.checkpoint.contents import Contents, check_complete, check_files
 from shardwright.runtime.checkpoint.folders import find_folder
@@ -50,7 +50,7 @@ def load_checkpoint(
     module: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    scheduler: Any = None,
+    scheduler: Stateful | None = None,
     verify: bool = True,
 ) -> LoadedCheckpoint:
     """Continue from the current checkpoint of ``directory``, or from one of the folders in it. Collective.

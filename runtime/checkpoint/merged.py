@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwright.runtime.arguments import checked
+from shardwright.runtime.arguments import checked, param_groups_of
 from shardwright.runtime.checkpoint.holdings import EXTRA_STATE, Holding, Holdings
 from shardwright.runtime.checkpoint.optimizer_state import (
     MASTERS,
@@ -275,7 +275,7 @@ def _merge_optimizers(ranks: Sequence[tuple[_RankState, Mapping[str, Any]]], ord
 
 
 def _saved_names(state_dict: Mapping[str, Any]) -> list[list[str]]:
-    groups = state_dict["param_groups"]
+    groups = param_groups_of(state_dict)
     if not all(PARAM_NAMES in group for group in groups):
         raise CheckpointError(
             "the optimizer's state dict does not name its parameters",
@@ -289,7 +289,7 @@ def _saved_bounds(state_dict: Mapping[str, Any]) -> dict[str, Bounds]:
     """By name, which elements of the flattened piece of a parameter are the rank's, where it says so."""
     return {
         name: WHOLE if bounds == WHOLE else (bounds[0], bounds[1])
-        for group in state_dict["param_groups"]
+        for group in param_groups_of(state_dict)
         for name, bounds in zip(group[PARAM_NAMES], group.get(PARAM_SHARDS, ()), strict=False)
         if bounds is not None
     }
@@ -325,13 +325,13 @@ def _named_by_number(optimizer: Optimizer, holdings: Holdings, state_dict: Mappi
     mine = {name for group in group_names(optimizer, holdings) for name in group}
     members = {name for group in group_members(optimizer, holdings) for name in group}
     order = [name for name in holdings.parameter_names() if name in members]
-    numbers = sorted(number for group in state_dict["param_groups"] for number in group["params"])
+    numbers = sorted(number for group in param_groups_of(state_dict) for number in group["params"])
     if len(numbers) != len(order):
         raise CheckpointError(
             "the state dict does not fit the optimizer", why=f"it is for {len(numbers)} parameters, there are {len(order)}"
         )
     by_number = dict(zip(numbers, order, strict=True))
-    names = [[by_number[number] for number in group["params"]] for group in state_dict["param_groups"]]
+    names = [[by_number[number] for number in group["params"]] for group in param_groups_of(state_dict)]
     named = NamedState.of(state_dict, names)
     state = {name: dict(entries) for name, entries in named.state.items() if name in mine}
     for number, master in state_dict.get(MASTERS, {}).items():

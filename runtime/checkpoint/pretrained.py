@@ -125,7 +125,7 @@ def _files_of(directory: Path, files: MappedFiles) -> dict[str, str]:
     try:
         weight_map = parse_json((directory / WEIGHT_MAP_FILE).read_bytes())["weight_map"]
         return {str(name): Path(file).name for name, file in weight_map.items()}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         if (directory / MODEL_FILE).exists():
             return dict.fromkeys(files.shapes(MODEL_FILE), MODEL_FILE)
         raise CheckpointError(

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwright.runtime.arguments import checked
+from shardwright.runtime.arguments import Stateful, checked
 from shardwright.runtime.checkpoint.agreement import together
 from shardwright.runtime.checkpoint.contents import check_complete
 from shardwright.runtime.checkpoint.folders import (
@@ -247,7 +247,7 @@ def save_checkpoint(
     module: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    scheduler: Any = None,
+    scheduler: Stateful | None = None,
     extra: Any = None,
     step: int | None = None,
     keep: int | None = 2,

@@ -178,6 +178,7 @@ class LossScaler:
         self._growth_factor, self._backoff_factor, self._growth_interval = growth_factor, backoff_factor, growth_interval
 
 
+@checked
 def _check_options(init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int) -> None:
     if not (0 < init_scale <= _LARGEST and math.isfinite(init_scale)):
         raise ConfigError("init_scale is a positive finite number", why=f"it is {init_scale!r}")

@@ -136,7 +136,7 @@ class ParallelOptimizer(Optimizer):
         """
         self.sync_shard_grad()
         device = self._model.world.device
-        found = unscale([tensor.grad for _, tensor in self.gradient_holders if tensor.grad is not None], factor, device)
+        found = unscale([tensor.grad for _, tensor in self.gradient_holders if tensor.grad is not None], float(factor), device)
         with concerning("whether gradients are finite"):
             return bool(self._model.world.everyone.all_reduce(found, phase="gradients"))
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from shardwright.runtime.arguments import param_groups_of
 from shardwright.runtime.errors import CheckpointError
 from shardwright.runtime.zero.shards import ParameterShard
 from shardwright.runtime.zero.wholes import WHOLE, WholeParameter
@@ -33,7 +34,7 @@ def without_masters(state_dict: Mapping[str, Any], optimizer: ParallelOptimizer)
 
     Raises :class:`CheckpointError` if the state is of other shards than the optimizer's.
     """
-    for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):
+    for saved, group in zip(param_groups_of(state_dict), optimizer.param_groups, strict=False):
         there, here = saved.get("param_shards"), group.get("param_shards")
         if there != here and len(saved["params"]) == len(group["params"]):
             raise CheckpointError(

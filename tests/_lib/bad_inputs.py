@@ -603,7 +603,7 @@ def training_targets(folder: Path) -> list[Target]:
         Target(
             "optimizers", "build_optimizer", build, lambda: {"module": called, "optimizer_fn": torch.optim.SGD}, also=("lr",)
         ),
-        Target("optimizers", "step", optimizer.step, dict),
+        Target("optimizers", "step", lambda closure=None: optimizer.step(closure), dict),
         Target("optimizers", "zero_grad", optimizer.zero_grad, dict),
         Target("optimizers", "scale_grads", synced("scale_grads"), lambda: {"factor": 1.0}, also=("factor",)),
         Target("optimizers", "unscale_grads", synced("unscale_grads"), lambda: {"factor": 1.0}, also=("factor",)),

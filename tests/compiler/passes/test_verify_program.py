@@ -23,7 +23,7 @@ from shardwright.runtime.layout import ZERO, Layout
 
 @functools.cache
 def program_of(name: str = "gpt2", policy: str = "tp") -> Program:
-    program = plans.compile_with(plans.zoo_traced(name), policy, 2).program
+    program = plans.compile_with(plans.zoo_traced(name), policy, 2, outputs="all").program
     assert isinstance(program, Program)
     return program
 

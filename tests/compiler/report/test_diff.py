@@ -40,8 +40,8 @@ def test_one_edit_is_one_change(made: tuple[PlannableGraph, Plan, Plan]) -> None
     assert found.settings == ()
     assert found.operators == (Change(name, f"tp: split {tp.dims[name]['tp']}", "-"),)
     assert found.tensors == (
+        Change("output logits", "eval", "dropped"),
         Change("transformer.ln_f.weight", "-", "[64]"),
-        Change("output logits", "-", "dropped"),
     )
 
 

@@ -1,0 +1,82 @@
+"""What is passed by mistake to anything public is refused in words: never an exception of another kind, never for long."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import bad_inputs
+import pytest
+
+from shardwright import ArgumentError, run_ranks
+from shardwright.compiler.schedule.files import from_csv
+from shardwright.runtime.arguments import checked
+from shardwright.runtime.errors import PlanError
+
+
+def failures(folder: Path, share: float, *groups: str) -> list[str]:
+    """Of a part of all calls, the same each time, those that end in another exception, or take too long."""
+
+    def on_rank(rank: int) -> bad_inputs.Counts:
+        return bad_inputs.try_all(bad_inputs.targets_of(folder, *groups), bad_inputs.VALUES, share)
+
+    (counts,) = run_ranks(1, on_rank, timeout_s=3600)
+    assert counts.refused and counts.accepted
+    return [str(trouble) for trouble in counts.troubles]
+
+
+def test_some_bad_inputs(tmp_path: Path) -> None:
+    assert failures(tmp_path, 0.02, "configs", "hardware", "schedules", "builder") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("share", "groups"),
+    [
+        (0.2, ("configs", "hardware", "hardware files", "schedules", "schedule files")),
+        (0.2, ("builder", "plans", "plan files", "operators")),
+        (0.1, ("modules", "optimizers", "checkpoints", "states", "ranks")),
+        (0.05, ("compile", "options")),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_more_bad_inputs(share: float, groups: tuple[str, ...], tmp_path: Path) -> None:
+    assert failures(tmp_path, share, *groups) == []
+
+
+@checked
+def example(directory: Path | str, names: list[str], keep: int | None = 2, *, rate: float = 1.0) -> None:
+    """What is called with wrong arguments below."""
+
+
+def test_the_text_of_a_wrong_argument() -> None:
+    example("folder", ["a"], rate=1)
+    usage = "  try:   example(directory: Path | str, names: list[str], keep: int | None = 2, rate: float = 1.0)"
+    cases = {
+        (3, ("a",)): "argument 'directory' is a path\n  why:   it is 3, an int\n",
+        ("a", (1,)): "argument 'names' is a list, each element a string\n  why:   it is a list\n",
+        ("a", (), True): "argument 'keep' is a whole number or None\n  why:   it is True, a bool\n",
+    }
+    for call, words in cases.items():
+        directory, names, *rest = call
+        with pytest.raises(ArgumentError) as refused:
+            example(directory, list(names), *rest)
+        assert str(refused.value) == f"example: {words}{usage}"
+    with pytest.raises(ArgumentError, match="missing a required argument: 'names'"):
+        example("a")
+
+
+def test_a_schedule_of_too_many_microbatches() -> None:
+    with pytest.raises(PlanError, match="its numbers have more than six digits"):
+        from_csv("0F0,99999999999F2")
+
+
+@pytest.mark.slow
+def test_more_ranks_than_there_are(tmp_path: Path) -> None:
+    """Refused before anything is made of them."""
+    (tmp_path / "net.py").write_text("import torch\ndef make():\n    return torch.nn.Linear(2, 2)\n")
+    command = [sys.executable, "-m", "shardwright", "compile", "net:make", "--policy", "tp", "--plan-ngpus", "9" * 20]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert run.returncode == 1 and "plan_ngpus is a whole number of at most 1,048,576" in run.stderr

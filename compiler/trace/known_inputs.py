@@ -42,7 +42,7 @@ def known_inputs(arguments: Arguments, constants: Mapping[str, Any]) -> dict[str
         for path, leaf in structure.flatten(value, name).items()
         if isinstance(leaf, torch.Tensor)
     }
-    known = {path: KnownInput(leaf.detach().cpu(), False) for path, leaf in leaves.items() if _holds_sizes(leaf)}
+    known = {path: KnownInput(leaf.detach().cpu(), False) for path, leaf in leaves.items() if holds_sizes(leaf)}
     for path, values in constants.items():
         if path not in leaves:
             raise ConfigError(
@@ -71,7 +71,7 @@ def _declared(path: str, given: torch.Tensor, values: Any) -> torch.Tensor:
     return table
 
 
-def _holds_sizes(leaf: torch.Tensor) -> bool:
+def holds_sizes(leaf: torch.Tensor) -> bool:
     """Whether an input looks like a table of sizes: rows of two to four integers. Ids and masks have longer rows."""
     whole = not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool or leaf.is_meta)
     return whole and leaf.ndim >= 2 and 1 < leaf.shape[-1] <= _MOST_SIZES

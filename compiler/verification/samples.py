@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from itertools import chain
 from types import CellType, FunctionType
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright.compiler.trace.known_inputs import holds_sizes
 from shardwright.runtime import structure
 from shardwright.runtime.errors import ConfigError
 
@@ -131,11 +132,15 @@ def _slots(part: nn.Module) -> list[str]:
     return [name for name in found if name not in ("__dict__", "__weakref__")]
 
 
-def rolled(args: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Other inputs: the rows of every tensor moved on by ``number``, values of floating ones scaled."""
+def rolled(args: Mapping[str, Any], number: int, constants: Container[str] = ()) -> dict[str, Any]:
+    """Other inputs: the rows of every tensor moved on by ``number``, values of floating ones scaled. ``constants``: the inputs
+    that are the same in every call; tables of sizes are, too.
+    """
 
     def move(path: str, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or number == 0 or leaf.ndim == 0:
+            return leaf
+        if path in constants or holds_sizes(leaf):
             return leaf
         moved = leaf.roll(number, 0)
         return moved * (1 + 0.1 * number) if leaf.is_floating_point() else moved

@@ -131,8 +131,8 @@ def verify(
         folder = directory or Path(temporary)
         compiled = compile_into(folder / "plan", model, dummy_args, policy, config)
         num_samples = num_samples or _num_samples(compiled, config)
-        given = inputs_per_unit or [rolled(dummy_args, unit) for unit in range(units)]
-        samples = [[rolled(in_float64(x), number * units) for number in range(num_samples)] for x in given]
+        given = inputs_per_unit or [rolled(dummy_args, unit, config.constants) for unit in range(units)]
+        samples = [[rolled(in_float64(x), number * units, config.constants) for number in range(num_samples)] for x in given]
         reduction = config.grad_reduction
 
         def alone(model: nn.Module, samples: Samples) -> Reference:

@@ -477,7 +477,7 @@ def structured_inputs() -> dict[str, Any]:
 def test_nested_arguments_and_results(policy: str, tmp_path: Path) -> None:
     model, inputs = seeded(Structured), structured_inputs()
     expected = model(**inputs)
-    for found in on_ranks(model, inputs, policy, tmp_path / "run", lambda module: module(**inputs)):
+    for found in on_ranks(model, inputs, policy, tmp_path / "run", lambda module: module(**inputs), outputs="all"):
         assert type(found) is Scores and found.parts["list"][1:] == [None, 3]
         assert_close_tree(tensors_of(found.parts["y"].detach()), tensors_of(expected.parts["y"].detach()))
     plans.check_policy(model, inputs, policy, 2, tmp_path / "check")

@@ -102,9 +102,9 @@ def test_wrong_constants_are_refused(constants: dict[str, Any], message: str) ->
         trace(Grids(), arguments(), constants=constants)
 
 
-@pytest.mark.parametrize("policy", ["tp", "data"])
+@pytest.mark.parametrize("policy", ["tp", "data", "pp"])
 def test_the_compiled_module_equals_one_device(policy: str) -> None:
-    config = {"plan_ngpus": 2, "runtime_ngpus": 2, "constants": {"grids": GRIDS}}
+    config = {"plan_ngpus": 2, "runtime_ngpus": 2, "constants": {"grids": GRIDS}, "use_end2end": policy == "pp"}
     assert verify(Grids(), arguments(), policy, config, steps=1).ok
 
 

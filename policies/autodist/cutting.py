@@ -358,7 +358,7 @@ def _as_good_as(menus: Sequence[Menu], num_devices: int) -> Menu:
 def _ranks_of(attempt: Attempt, num_microbatches: int) -> RanksOf:
     """Where stages lie: side by side, or at the position of the mesh that the schedule gives them to."""
     sizes = [offer.placed.plan.mesh.size for offer in attempt.offers]
-    if len(sizes) > 1 or attempt.num_positions == 1:
+    if len(sizes) > 1 or attempt.num_stages == 1:
         return lambda menu, device: tuple(range(device, device + sizes[menu]))
     positions = position_ranks(attempt.offers[0].placed.plan.mesh, attempt.num_positions, attempt.pp_place)
     placement = attempt.schedule(num_microbatches).placement

@@ -25,7 +25,7 @@ def unequal(
         positions = [Mesh.of(mesh) for mesh in meshes]
         first = [sum(mesh.size for mesh in positions[:index]) for index in range(len(positions))]
         order = generate(schedule, len(positions), num_microbatches, len(placement) // len(positions))
-        starts = stage_starts(graph, Plan(Mesh(())), order, config, load_hardware("a100-80gb", len(positions)))
+        starts = stage_starts(graph, Plan(Mesh(())), order, config, load_hardware("a100-80gb", config.runtime_ngpus))
         stages = tuple(
             StagePlan(op, positions[at], tuple(range(first[at], first[at] + positions[at].size)))
             for op, at in zip(["", *starts], placement, strict=True)

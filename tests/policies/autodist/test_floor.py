@@ -55,7 +55,7 @@ PRODUCT = 2 * 8 * 32 * 64
     [
         ({"outputs": "loss"}, 5),  # the gradient of the input is not needed
         ({"outputs": "loss", "inference_only": True}, 2),
-        ({}, 5 + 3 * 8 / 32),  # and [8, 64] x [64, 8], forward and for both of its factors
+        ({"outputs": "all"}, 5 + 3 * 8 / 32),  # and [8, 64] x [64, 8], forward and for both of its factors
     ],
 )
 def test_by_hand(fields, products):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shardwright.runtime.distributed_config import DistributedOptimizerConfig
     from shardwright.runtime.errors import (
         AnnotationError,
+        ArgumentError,
         CheckpointError,
         ConfigError,
         DistributedError,

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwright.policies.policy import Policy, PolicyFunction
 from shardwright.runtime.arguments import checked
-from shardwright.runtime.errors import PlanError, did_you_mean
+from shardwright.runtime.errors import PlanError, brief, did_you_mean
 
 BUILT_IN: Mapping[str, str] = {
     "dp": "shardwright.policies.dp",
@@ -74,7 +74,7 @@ def _check_callable(policy: Any) -> None:
     if not callable(policy):
         raise PlanError(
             "pas_policy is the name of a policy, or a function of the graph and the config",
-            why=f"it is {policy!r}",
+            why=f"it is {brief(policy)}",
             hint=f"one of {', '.join(map(repr, sorted(policy_names())))}",
         )
     try:

@@ -123,6 +123,8 @@ class ParallelOptimizer(Optimizer):
                 why="what the other ranks add would not be scaled",
                 hint="call optimizer.sync_shard_grad() first",
             )
+        if isinstance(factor, Tensor) and factor.numel() != 1:
+            raise UsageError("factor is one number for all gradients", why=f"it is a tensor of shape {list(factor.shape)}")
         for _, tensor in self.gradient_holders:
             if tensor.grad is not None:
                 tensor.grad.detach().mul_(factor)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import collections.abc
 import functools
 import inspect
+import itertools
 import os
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -259,7 +260,8 @@ def _sequence_of(element: Kind | None, accepted: type[Any], words: str) -> Kind:
             return False
         if element is None or isinstance(value, Iterator) or not isinstance(value, collections.abc.Sized):
             return True
-        return all(element.accepts(item) for item, _ in zip(value, range(MOST_ELEMENTS), strict=False))
+        items: Iterable[Any] = itertools.islice(iter(cast(Any, value)), MOST_ELEMENTS)
+        return all(element.accepts(item) for item in items)
 
     return Kind(accepts, words if element is None else f"{words}, each element {element.words}")
 
@@ -332,7 +334,8 @@ def _usage(function: Callable[..., Any]) -> str:
             continue
         annotation = "" if parameter.annotation is parameter.empty else f": {_annotation(parameter.annotation)}"
         default = "" if parameter.default is parameter.empty else f" = {_default(parameter.default)}"
-        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        known: Mapping[Any, str] = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
+        stars = known.get(parameter.kind, "")
         arguments.append(f"{stars}{name}{annotation}{default}")
     return f"{_title(function)}({', '.join(arguments)})"
 

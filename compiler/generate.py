@@ -191,12 +191,18 @@ def _manifest(compiled: Compiled, request: Request) -> Manifest:
         mesh=plan.mesh,
         policy=plan.policy,
         files={},
-        tensors={made.name: made for made in (_declaration(d.value, d.layout) for d in compiled.declarations)},
+        tensors=declared(compiled),
         request=request.to_json(),
         use_order=tuple(value.fqn or value.name for value in compiled.program.graph.used_parameters),
         zero_stage=plan.zero_stage if request.config.leaves_zero_to_plan else None,
         work=None if compiled.work is None else compiled.work.to_json(),
     )
+
+
+def declared(compiled: Compiled) -> dict[str, Declaration]:
+    """The tensors of all ranks together, by name, as a manifest lists them."""
+    made = (_declaration(declaration.value, declaration.layout) for declaration in compiled.declarations)
+    return {declaration.name: declaration for declaration in made}
 
 
 def _declaration(value: IRValue, layout: Layout) -> Declaration:

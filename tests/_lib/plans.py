@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from traces import shared_trace
 
 from shardwright.compiler.compile import Compiled, annotate, compile_graph, pass_manager
+from shardwright.compiler.generate import declared
 from shardwright.compiler.ir.graph import IRGraph
 from shardwright.compiler.ops.strategy import allowed, strategies
 from shardwright.compiler.plan.builder import PlannableGraph
@@ -73,7 +74,7 @@ def write(directory: Path, compiled: Compiled, module: nn.Module) -> None:
         digests[name] = write_tensors(directory / name, tensors, flushes=False).sha256
     plan, graph = compiled.plan, compiled.program.graph
     use_order = tuple(value.fqn or value.name for value in graph.used_parameters)
-    Manifest("test", graph.name, plan.mesh, plan.policy, digests, {}, use_order=use_order).write(directory)
+    Manifest("test", graph.name, plan.mesh, plan.policy, digests, declared(compiled), use_order=use_order).write(directory)
 
 
 @dataclass

@@ -451,8 +451,8 @@ def test_arguments_are_refused_in_words(tmp_path):
     assert refusal(ConfigError, lambda: compile_net(tmp_path, reuse="overide")) == (
         "reuse cannot be 'overide'\n  try:   did you mean 'override'?"
     )
-    assert refusal(ConfigError, lambda: compile_net(tmp_path, broadcast_strategy=3)) == (
-        "broadcast_strategy cannot be 3\n  try:   one of 'all', 'code', 'no_weights', 'none'"
+    assert refusal(ConfigError, lambda: compile_net(tmp_path, broadcast_strategy="some")) == (
+        "broadcast_strategy cannot be 'some'\n  try:   one of 'all', 'code', 'no_weights', 'none'"
     )
     assert refusal(ConfigError, lambda: compile_net(tmp_path, instance_name="../x")) == (
         "instance_name is a name for a folder\n"

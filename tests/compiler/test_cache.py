@@ -78,6 +78,8 @@ OTHER_SETTINGS: dict[str, Any] = {
     "rng": "plan_independent",
     "seed": 7,
     "distributed_optimizer": {},
+    "constants": {"x": [[1, 2]]},
+    "check_ranks_every": 7,
 }
 
 
@@ -135,6 +137,8 @@ OTHER_GRAPHS: dict[str, Any] = {
     "eval_graph": replace(GRAPH, name="Evaluation"),
     "autocast": torch.bfloat16,
     "module_types": {"": "Model"},
+    "constant_inputs": (("x", torch.ones(2, dtype=torch.int64)),),
+    "training_only": True,
 }
 DECIDE_NOTHING = {SourceLocation: "source", "rule": "rule", "dims": "dims"}
 """Comments of generated files name source lines; rules and dims are found anew, from what is in the key."""

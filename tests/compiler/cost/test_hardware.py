@@ -286,7 +286,7 @@ def _error(data: object, num_devices: int | None = None) -> str:
         (
             lambda d: d["tiers"][1]["kinds"].update(allreduce=d["tiers"][1]["kinds"].pop("send")),
             "tiers[1].kinds.allreduce is no collective: did you mean 'all_reduce'?\n  where: own.json\n"
-            "  why:   it is {'latency_s': 0, 'bytes_per_s': 2000000000.0}",
+            "  why:   it is {'bytes_per_s': 2000000000.0, 'latency_s': 0}",
         ),
         (
             lambda d: d.update(device=[]),

@@ -99,7 +99,7 @@ def checked_late(function: Checked) -> Checked:
 
 def checked_fields(cls: CheckedClass) -> CheckedClass:
     """Check what objects of ``cls`` are made of, like :func:`checked`."""
-    cls.__init__ = checked(cls.__init__)  # type: ignore[misc]
+    cls.__init__ = checked(cls.__init__)
     return cls
 
 

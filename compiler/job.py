@@ -103,7 +103,8 @@ class Job:
         causes = [rank for rank, d in enumerate(told) if d and d["type"] != CollectiveError.__name__]
         if failure is not None and not (isinstance(failure, CollectiveError) and causes):
             raise failure
-        for rank in causes or [rank for rank, description in enumerate(told) if description]:
-            raise rebuilt(told[rank], self.title, rank, self.size) from failure
+        for rank, description in enumerate(told):
+            if description and (rank in causes or not causes):
+                raise rebuilt(description, self.title, rank, self.size) from failure
         done: Result = result
         return done

@@ -430,6 +430,8 @@ def _equal_line(folder: str, row: Mapping[str, Any]) -> str:
 
 def _why(row: Mapping[str, Any]) -> str:
     text = next(row[policy]["text"] for policy in POLICIES if "text" in row[policy])
+    if differing := [line for line in text.splitlines() if line.endswith(" differ")]:
+        return "; ".join(re.sub(r"\s{2,}", " ", line) for line in differing)
     first = text.splitlines()[0].partition(": ")[2]
     where = next((line.partition("where:")[2].strip() for line in text.splitlines() if "where:" in line), "")
     return f"{first} ({Path(where.partition(' in ')[0]).name})".replace("|", "/") if where else first.replace("|", "/")

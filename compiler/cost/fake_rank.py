@@ -6,6 +6,7 @@ What autograd keeps of a call, which results are views, and how much memory it t
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -80,7 +81,7 @@ class FakeRank:
     def prepare(self, op: IROp, operands: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """What makes a local call, as often as it is called."""
         names: dict[str, str] = {}
-        scope: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "self": self._module, **self.axes}
+        scope: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "math": math, "self": self._module, **self.axes}
         for index, (value, tensor) in enumerate(zip(op.operands, operands, strict=True)):
             names[value.name] = f"operand_{index}"
             scope[names[value.name]] = tensor

@@ -122,10 +122,8 @@ def register_op(
     files say.
 
     Raises :class:`AnnotationError` for a bad annotation, or a function generated code cannot import;
-    :class:`ConfigError` for a ``code_impl_pattern`` other than ``"import"``, and a ``prove`` that is not True or False.
+    :class:`ConfigError` for a ``code_impl_pattern`` other than ``"import"``.
     """
-    if not isinstance(prove, bool):
-        raise ConfigError("register_op: prove is True or False", why=f"it is {prove!r}")
     if code_impl_pattern not in (None, "import"):
         raise ConfigError(
             f"register_op: code_impl_pattern={code_impl_pattern!r}",

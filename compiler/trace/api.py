@@ -16,10 +16,10 @@ from shardwright.compiler.trace.inplace import ParameterChanged
 from shardwright.compiler.trace.known_inputs import known_inputs, warn_found
 from shardwright.compiler.trace.run import run_once
 from shardwright.compiler.trace.train_eval import merge
-from shardwright.runtime.arguments import checked
+from shardwright.runtime.arguments import checked_late
 
 
-@checked
+@checked_late
 def trace(
     module: torch.nn.Module,
     dummy_args: Mapping[str, Any],

@@ -101,6 +101,10 @@ class Constants:
         self.read |= made_of
         return real
 
+    def certain(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The values of a tensor, for a model that has a way without them: those of undeclared inputs stay unknown."""
+        return None if self.is_assumed(tensor) else self.real(tensor)
+
     def is_assumed(self, tensor: torch.Tensor) -> bool:
         """Whether the values of a tensor are known only if an input is a constant that nobody has declared as one."""
         found = self.followed(tensor) if self._inputs else None

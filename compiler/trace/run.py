@@ -174,7 +174,7 @@ class _Run:
                 if self.dynamic.env is not None:  # some kernels take sizes as numbers; their Python forms do not
                     stack.enter_context(enable_python_dispatcher())
                 stack.enter_context(one_autocast(self.autocast))
-                stack.enter_context(patched(self.module, self.running, tracer, note_training, self.constants.real))
+                stack.enter_context(patched(self.module, self.running, tracer, note_training, self.constants.certain))
                 stack.enter_context(self.running.followed())
                 stack.enter_context(tracer)
                 return self.module(**arguments)

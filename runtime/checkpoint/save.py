@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -249,7 +249,7 @@ def save_checkpoint(
     *,
     scheduler: Stateful | None = None,
     extra: Any = None,
-    step: int | None = None,
+    step: SupportsIndex | None = None,
     keep: int | None = 2,
     async_save: bool = False,
 ) -> CheckpointSave:

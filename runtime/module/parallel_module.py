@@ -37,7 +37,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from shardwright.runtime.arguments import checked
+from shardwright.runtime.arguments import checked_late
 from shardwright.runtime.autocast import as_compiled
 from shardwright.runtime.errors import DistributedError, InputError, UsageError, format_error
 from shardwright.runtime.file_digests import ChunkDigests
@@ -234,6 +234,8 @@ class ParallelModule(CompiledModule):
         for declaration in self._declarations.values():
             if declaration.kind == "parameter":
                 where, parameter = self._places[declaration.name][0], self.weights(declaration.name)
+                for scope, leaf in self._places[declaration.name][1:]:
+                    scope._parameters[leaf] = parameter  # load_state_dict(assign=True) unties what is one tensor here
                 self._parameters_declared.append(DeclaredParameter(where, parameter, declaration.requires_grad))
                 if self.ranks.world.size > 1:
                     needs_sum = is_summed(declaration, self.ranks)
@@ -279,7 +281,7 @@ class ParallelModule(CompiledModule):
 
     # Steps of end-to-end modules
 
-    @checked
+    @checked_late
     def train_step(
         self, samples: Sequence[Any], is_dummy_batch: Sequence[bool] | None = None, scale_fn: ScaleFunction | None = None
     ) -> list[Any]:
@@ -295,7 +297,7 @@ class ParallelModule(CompiledModule):
         with self._as_compiled():
             return train_step(self, self._call_in_step, samples, is_dummy_batch, scale_fn)
 
-    @checked
+    @checked_late
     def infer_step(self, samples: Sequence[Any]) -> list[Any]:
         """The result for each sample, without gradients; the module is in training or evaluation mode as it was set.
 

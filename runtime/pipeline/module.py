@@ -45,7 +45,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from shardwright.runtime.arguments import checked
+from shardwright.runtime.arguments import checked_late
 from shardwright.runtime.errors import UsageError
 from shardwright.runtime.layout import ZERO, Mesh
 from shardwright.runtime.manifest import Manifest
@@ -226,7 +226,7 @@ class PipelineModule(ParallelModule):
 
     # Steps
 
-    @checked
+    @checked_late
     def train_step(
         self, samples: Sequence[Any], is_dummy_batch: Sequence[bool] | None = None, scale_fn: ScaleFunction | None = None
     ) -> list[Any]:
@@ -255,7 +255,7 @@ class PipelineModule(ParallelModule):
         reducer.sum_gradients()
         return results
 
-    @checked
+    @checked_late
     def infer_step(self, samples: Sequence[Any]) -> list[Any]:
         """See :meth:`ParallelModule.infer_step`, and :meth:`train_step` for samples and results."""
         check_samples(f"{type(self).__name__}.infer_step", samples, self.num_microbatches)

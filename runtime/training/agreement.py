@@ -43,20 +43,18 @@ class Part(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Standing:
-    """Where a rank stands in its training. ``parts`` tells which ranks have the same parameters."""
+    """Where a rank stands in its training. ``groups``: the options of each parameter group, which all ranks have alike."""
 
     num_steps: int
     step: int
-    parts: int
-    defaults: Mapping[str, str]
     groups: Sequence[Mapping[str, str]]
 
     def to_json(self) -> list[Any]:
-        return [self.num_steps, self.step, self.parts, self.defaults, self.groups]
+        return [self.num_steps, self.step, self.groups]
 
     def digest(self) -> list[int]:
         """Numbers that are the same on two ranks where everything else is."""
-        return [self.num_steps, self.step, self.parts, _crc(self.defaults), len(self.groups), _crc(self.groups)]
+        return [self.num_steps, self.step, _crc(self.groups)]
 
 
 class TrainingAgreement:
@@ -95,7 +93,7 @@ class TrainingAgreement:
                 part.expect_comparison()
         mine = self._standing()
         digests = self._world.everyone.all_gather(torch.tensor(mine.digest(), device=self._world.device), phase="setup")
-        if all(self._alike(torch.stack(digests))):
+        if all(torch.equal(digests[0], other) for other in digests):
             return
         self._refuse([_Standing(*found) for found in self._world.all_gather_object(mine.to_json())])
 
@@ -104,51 +102,31 @@ class TrainingAgreement:
 
     def _standing(self) -> _Standing:
         optimizer = None if self._optimizer is None else self._optimizer()
-        defaults = {} if optimizer is None else _options(optimizer.defaults)
         groups = [] if optimizer is None else [_options(group) for group in optimizer.param_groups]
-        names = [] if optimizer is None else [group.get("param_names", ()) for group in optimizer.param_groups]
         step = next((part.rng.step for part in self._living_parts()), 0)
-        return _Standing(self._num_steps, step, _crc(names), defaults, groups)
-
-    def _alike(self, digests: Tensor) -> list[bool]:
-        """Whether ranks agree on each thing. ``digests``: [ranks, things]."""
-        num_steps, step, parts, defaults, num_groups, groups = digests.T.tolist()
-        by_part: dict[int, set[int]] = {}
-        for part, group in zip(parts, groups, strict=True):
-            by_part.setdefault(0 if set(num_groups) == {1} else part, set()).add(group)
-        options = [len(found) == 1 for found in by_part.values()]
-        return [len(set(values)) == 1 for values in (num_steps, step, defaults)] + options
+        return _Standing(self._num_steps, step, groups)
 
     def _refuse(self, standings: Sequence[_Standing]) -> None:
-        everyone = range(len(standings))
+        ranks = range(len(standings))
         _compare(
             "the number of steps that the optimizer has taken",
-            {rank: str(standings[rank].num_steps) for rank in everyone},
+            {rank: str(standings[rank].num_steps) for rank in ranks},
             "call optimizer.step() equally often on all ranks: what one rank skips, all of them must skip",
         )
         _compare(
             "the step at which training stands",
-            {rank: str(standings[rank].step) for rank in everyone},
+            {rank: str(standings[rank].step) for rank in ranks},
             "load the same checkpoint on all ranks",
         )
-        for name in sorted({name for standing in standings for name in standing.defaults}):
-            _compare(
-                f"{name!r}, which the optimizer was made with",
-                {rank: standings[rank].defaults.get(name, "no such option") for rank in everyone},
-                "call build_optimizer with the same options on all ranks",
-            )
-        is_single = all(len(standing.groups) == 1 for standing in standings)
-        for part in sorted({standing.parts for standing in standings}):
-            ranks = [rank for rank in everyone if is_single or standings[rank].parts == part]
-            for index in range(max(len(standings[rank].groups) for rank in ranks)):
-                groups = {rank: _at(standings[rank].groups, index) for rank in ranks}
-                for name in sorted({name for group in groups.values() for name in group}):
-                    _compare(
-                        f"{name!r} of parameter group {index}",
-                        {rank: group.get(name, "no such option") for rank, group in groups.items()},
-                        "set options and step schedulers alike on all ranks; what follows from a loss or a metric must "
-                        "follow from that of all ranks",
-                    )
+        for index in range(max(len(standing.groups) for standing in standings)):
+            groups = {rank: _at(standings[rank].groups, index) for rank in ranks}
+            for name in sorted({name for group in groups.values() for name in group}):
+                _compare(
+                    f"{name!r} of parameter group {index}",
+                    {rank: group.get(name, "no such option") for rank, group in groups.items()},
+                    "set options and step schedulers alike on all ranks; what follows from a loss or a metric must "
+                    "follow from that of all ranks",
+                )
         raise AssertionError(f"these ranks agree, and their digests do not: {standings}")
 
 

@@ -31,7 +31,10 @@ NOT_OPTIONS = frozenset({"params", "param_names", "param_shards"})
 Members = tuple[tuple[str, ...], ...]
 """The names of the parameters of each group, those on other ranks too, in the original order."""
 
-_HINT = "pass param_groups=fn(fqn, parameter) -> options to build_optimizer: ranks agree on the groups that it makes"
+_HINT = (
+    "call build_optimizer with the same options on all ranks; with param_groups=fn(fqn, parameter) -> options, ranks agree on "
+    "the groups that it makes"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,13 +31,18 @@ def shared_traces(name: str) -> Iterator[None]:
 
 
 def shared_trace(
-    name: str, module: nn.Module, dummy_args: Mapping[str, Any], *, dynamic_dims: Mapping[str, Any] | None = None
+    name: str,
+    module: nn.Module,
+    dummy_args: Mapping[str, Any],
+    *,
+    dynamic_dims: Mapping[str, Any] | None = None,
+    constants: Mapping[str, Any] | None = None,
 ) -> IRGraph:
     """The graph of a model, the same one for equal names, shapes and dtypes."""
     inputs = ((path, tensor.shape, tensor.dtype) for path, tensor in tensors_of(dummy_args).items())
     weights = (tensor.dtype for tensor in module.state_dict().values())
     # Under float64_casts the name float32 means another dtype.
-    key = (name, repr(dynamic_dims or {}), torch.float32, torch.get_default_dtype(), *weights, *inputs)
+    key = (name, repr(dynamic_dims or {}), repr(constants or {}), torch.float32, torch.get_default_dtype(), *weights, *inputs)
     if key not in _GRAPHS:
-        _GRAPHS[key] = trace(module, dummy_args, dynamic_dims=dynamic_dims)
+        _GRAPHS[key] = trace(module, dummy_args, dynamic_dims=dynamic_dims, constants=constants)
     return _GRAPHS[key]

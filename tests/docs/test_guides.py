@@ -112,7 +112,7 @@ def test_the_pipeline_of_the_guide_trains_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_the_schedules_of_the_guide(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(blocks("docs/pipelines.md")[1], "guide", "exec"), {})
+    exec(compile(blocks("docs/pipelines.md")[2], "guide", "exec"), {})
     assert "1f1b bubble 27%, microbatches held (4, 3, 2, 1)" in capsys.readouterr().out
 
 

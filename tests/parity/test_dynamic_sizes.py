@@ -96,8 +96,9 @@ def test_what_is_computed_with_sizes(tmp_path: Path, policy: str, cut: bool) -> 
     torch.manual_seed(0)
     model = Sized().double()
     batches = [torch.randn(batch, seq, 8, dtype=torch.float64) for batch, seq in SIZES]
-    in_stages: dict[str, Any] = {"use_end2end": True, "pas_config": {"num_microbatches": 3}} if cut else {}
-    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, dynamic_dims={"x": {0: "batch", 1: "seq"}}, **in_stages)
+    fields: dict[str, Any] = {"use_end2end": True, "pas_config": {"num_microbatches": 3}} if cut else {}
+    fields |= {"dynamic_dims": {"x": {0: "batch", 1: "seq"}}, "outputs": "all"}
+    config = ComputeConfig(plan_ngpus=2, runtime_ngpus=2, **fields)
     parallelize(model, {"x": batches[0]}, policy, config, gen_savedir=tmp_path, load_module=False)
     (directory,) = {path.parent for path in tmp_path.rglob("manifest.json")}
     manifest = Manifest.read(directory)

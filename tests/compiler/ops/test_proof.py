@@ -20,7 +20,7 @@ from shardwright.compiler.ops.register import UserOpDef, register_op
 from shardwright.compiler.ops.samples import Sample, sample_calls
 from shardwright.compiler.trace import trace
 from shardwright.runtime.config import ComputeConfig
-from shardwright.runtime.errors import AnnotationError, ConfigError, TraceError
+from shardwright.runtime.errors import AnnotationError, ArgumentError, TraceError
 from shardwright.runtime.ranks.threads import run_ranks
 
 
@@ -266,7 +266,7 @@ def test_trust_is_said_in_the_files(tmp_path: Path) -> None:
         header = (folder / name).read_text().partition("import torch")[0]
         assert "register_op(prove=False), so nobody has proved the annotations of" in header
         assert "tried_ops.trusted" in header
-    with pytest.raises(ConfigError, match="prove is True or False"):
+    with pytest.raises(ArgumentError, match="argument 'prove' is True or False"):
         register_op("a -> a", prove="no")  # type: ignore[arg-type]
 
 

@@ -52,13 +52,6 @@ def skip_ahead(module):
 
 
 DIVERGING = {
-    "another learning rate from the start": (
-        0,
-        {"lr": lambda rank: 0.02 if rank == 1 else 0.01},
-        "the ranks do not agree on 'lr', which the optimizer was made with\n"
-        "  why:   ranks 0, 2, 3: 0.01; rank 1: 0.02\n"
-        "  try:   call build_optimizer with the same options on all ranks",
-    ),
     "another learning rate later": (
         6,
         {"act": lambda rank, step, module, optimizer: set_rate(optimizer, rank, step)},

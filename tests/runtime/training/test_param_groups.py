@@ -90,7 +90,8 @@ def test_functions_that_make_other_groups_on_some_ranks_are_refused(pipeline):
     assert str(caught.value).splitlines()[:3] == [
         "optimizer_fn makes another number of parameter groups on some ranks",
         "  why:   rank 0 has 2, rank 1 has 1",
-        "  try:   call build_optimizer with the same options on all ranks; with param_groups=fn(fqn, parameter) -> options, ranks agree on the groups that it makes",
+        "  try:   call build_optimizer with the same options on all ranks; with param_groups=fn(fqn, parameter) -> options, "
+        "ranks agree on the groups that it makes",
     ]
     with pytest.raises(ConfigError) as caught:
         on_ranks(pipeline, optimizer=by_rank(lambda rank, ps: [{"params": ps, "lr": 0.1 * (rank + 1)}]))

@@ -67,7 +67,8 @@ def made_again(
         problem = f"{len(optimizer.param_groups)} and {len(made.param_groups)} groups"
         is_alike = len(optimizer.param_groups) == len(made.param_groups)
     except Exception as error:
-        problem, is_alike = f"{type(error).__name__}: {error}", False
+        cause = error.__cause__ or error  # what the function itself has raised
+        problem, is_alike = f"{type(cause).__name__}: {cause}", False
     if not is_alike:
         raise ConfigError(
             "optimizer_fn makes something else of the pieces that this rank updates than of the parameters",

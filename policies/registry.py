@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from shardwright.policies.policy import Policy, PolicyFunction
-from shardwright.runtime.arguments import checked
+from shardwright.runtime.arguments import checked, checked_late
 from shardwright.runtime.errors import PlanError, brief, did_you_mean
 
 BUILT_IN: Mapping[str, str] = {
@@ -51,7 +51,7 @@ def policy_names() -> tuple[str, ...]:
     return (*BUILT_IN, *_registered)
 
 
-@checked
+@checked_late
 def find_policy(policy: str | PolicyFunction) -> Policy:
     """The policy of a name, or one made of a function. Raises :class:`PlanError`."""
     if not isinstance(policy, str):

@@ -247,7 +247,7 @@ def _is_one_of(value: Any, choices: Iterable[Any]) -> bool:
 
 
 def _class_of(base: Any) -> Kind:
-    if not isinstance(base, type):
+    if base is Any or not isinstance(base, type):  # Any is a class itself, of which nothing is a subclass
         return Kind(lambda value: isinstance(value, type), "a class")
     return Kind(lambda value: isinstance(value, type) and issubclass(value, base), f"a subclass of {base.__name__}")
 

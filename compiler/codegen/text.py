@@ -45,10 +45,13 @@ def layout_lines(lines: list[Line], indent: int) -> list[str]:
 def with_headings(lines: list[Line], own: str) -> list[Line]:
     """The lines with the path of its module above each stretch of one module, ``own`` where that is the module itself.
 
-    The only statement of a module, such as that of a linear layer, belongs to the module around it: its weight says its name.
+    The only statement of a module without parts, such as a linear layer, belongs to the module around it: its weight says its
+    name.
     """
-    counts = Counter(line.module for line in lines)
-    homes = {path: path.rpartition(".")[0] if counts[path] == 1 else path for path in counts if path is not None}
+    counts = Counter(line.module for line in lines if line.module is not None)
+    around = {path: path.rpartition(".")[0] for path in counts}
+    parents = set(around.values())
+    homes = {path: around[path] if count == 1 and path not in parents else path for path, count in counts.items()}
     if not set(homes.values()) - {""}:
         return lines
     headed, current = [], None

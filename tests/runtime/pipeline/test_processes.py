@@ -49,6 +49,6 @@ def test_a_job_ends_on_all_ranks_when_one_dies_in_a_step(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
     ended = subprocess.run([*torchrun, job, tmp_path], capture_output=True, text=True, timeout=900, check=False)
     assert ended.returncode != 0
-    errors = re.findall(r"DistributedError: (rank [01] waits in .*)", ended.stderr)
+    errors = re.findall(r"CollectiveError: (rank [01] waits in .*)", ended.stderr)
     assert errors, ended.stderr[-3000:]
     assert any(re.match(r"rank 1 waits in 1B0 for the gradient of '\w+' from rank 2, and it does not come", e) for e in errors)

@@ -403,13 +403,14 @@ def _read_constants(constants: Any) -> dict[str, Any]:
     """The values of constant inputs as nested lists of integers or truth values."""
     hint = 'for example {"image_grid_thw": [[1, 4, 4], [1, 4, 8]]}; tensors and arrays are fine, too'
     if not isinstance(constants, Mapping):
-        raise ConfigError("constants maps inputs to their values", why=f"it is {constants!r}", hint=hint)
+        raise ConfigError("constants maps inputs to their values", why=f"it is {brief(constants)}", hint=hint)
     read: dict[str, Any] = {}
-    for path, values in constants.items():
-        listed = values.tolist() if hasattr(values, "tolist") else values
-        if not isinstance(path, str) or not path or not _is_table(listed):
-            raise ConfigError("constants maps inputs to integers", why=f"it has {path!r}: {values!r}", hint=hint)
-        read[path] = _as_lists(listed)
+    with malformed(ConfigError, "constants maps inputs to integers", hint=hint):
+        for path, values in constants.items():
+            listed = values.tolist() if hasattr(values, "tolist") else values
+            if not isinstance(path, str) or not path or not _is_table(listed):
+                raise ConfigError("constants maps inputs to integers", why=f"it has {brief(path)}: {brief(values)}", hint=hint)
+            read[path] = _as_lists(listed)
     return dict(sorted(read.items()))
 
 

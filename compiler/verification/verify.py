@@ -123,6 +123,8 @@ def verify(
     """
     if steps < 1:
         raise ConfigError(f"there is nothing to compare after {steps} steps", hint="compare at least one step")
+    if num_samples is not None and num_samples < 1:
+        raise ConfigError(f"there is nothing to compare of {num_samples} samples", hint="compare at least one in a step")
     config = ComputeConfig.of(config)
     model = model_in_float64(model)
     dummy_args = in_float64(dummy_args)
@@ -130,7 +132,7 @@ def verify(
     with tempfile.TemporaryDirectory() as temporary, float64_casts(model):
         folder = directory or Path(temporary)
         compiled = compile_into(folder / "plan", model, dummy_args, policy, config)
-        num_samples = num_samples or _num_samples(compiled, config)
+        num_samples = _num_samples(compiled, config) if num_samples is None else num_samples
         given = inputs_per_unit or [rolled(dummy_args, unit, config.constants) for unit in range(units)]
         samples = [[rolled(in_float64(x), number * units, config.constants) for number in range(num_samples)] for x in given]
         reduction = config.grad_reduction

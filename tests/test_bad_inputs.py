@@ -31,21 +31,6 @@ def test_some_bad_inputs(tmp_path: Path) -> None:
     assert failures(tmp_path, 0.02, "configs", "hardware", "schedules", "builder") == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("share", "groups"),
-    [
-        (0.2, ("configs", "hardware", "hardware files", "schedules", "schedule files")),
-        (0.2, ("builder", "plans", "plan files", "operators")),
-        (0.1, ("modules", "optimizers", "checkpoints", "states", "ranks")),
-        (0.05, ("compile", "options")),
-    ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else "",
-)
-def test_more_bad_inputs(share: float, groups: tuple[str, ...], tmp_path: Path) -> None:
-    assert failures(tmp_path, share, *groups) == []
-
-
 @checked
 def example(directory: Path | str, names: list[str], keep: int | None = 2, *, rate: float = 1.0) -> None:
     """What is called with wrong arguments below."""

@@ -34,7 +34,7 @@ from shardwright.runtime.config import ComputeConfig
 from shardwright.runtime.errors import PlanError
 
 CLEARLY = 0.025
-"""By what share of a step other cuts must be faster than those between layers to be taken."""
+"""The share of a step by which other cuts must be faster than those between layers to be taken."""
 
 FINELY = 0.05
 """Where stages do not begin between layers, the most that a stretch which stays whole takes of a stage of average length."""
@@ -73,7 +73,7 @@ def with_regions(graph: PlannableGraph, recompute: Sequence[str]) -> PlannableGr
 
 
 def cut(graph: PlannableGraph, walk: Walk, schedule: Schedule, pp_place: int = 0) -> list[str]:
-    """The same for a program of the whole ``graph`` on the mesh of a position.
+    """The begins of stages for a program of the whole ``graph`` on the mesh of a position.
 
     Raises:
         PlanError: there are fewer places to cut than stages need.

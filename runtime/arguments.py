@@ -41,7 +41,7 @@ MOST_LEVELS = 200
 """So many levels may be nested in an argument."""
 
 MOST_BITS = 512
-"""Of a whole number; longer ones have no form as floats, nor as text."""
+"""The most bits of a whole number; longer ones have no form as floats, nor as text."""
 
 MOST_ELEMENTS = 1000
 """So many elements of a list, tuple or dict are looked at."""

@@ -29,7 +29,7 @@ AUTO = "auto"
 
 
 CHECK_RANKS_EVERY = 100
-"""In how many steps ranks compare once what must be the same on all of them."""
+"""The number of steps in which ranks compare once what must be the same on all of them."""
 
 
 class ReuseType(Enum):

@@ -62,7 +62,7 @@ def deal_buckets(entries: Sequence[Entry], cap_bytes: float) -> list[list[int]]:
 
 
 def deal_owners(wholes: Iterable[tuple[Key, int, Sequence[Place]]], loads: MutableMapping[Place, int]) -> dict[Key, Place]:
-    """By key, the place that owns a tensor: the largest first, each to the one of its places that has least so far.
+    """The place that owns each tensor, by key: the largest first, each to the one of its places that has least so far.
 
     ``wholes``: a key that sorts, the number of elements, and the places that may own it. ``loads``: the elements that each
     place has already; those it gets are added. Where all places may own everything, no place gets more than 4/3 of the best

@@ -96,7 +96,7 @@ def cells(regions: Sequence[Region]) -> Cells:
 
 
 def _cells(regions: Sequence[Region], numbers: frozenset[int], dim: int, known: dict[Any, Any]) -> Cells:
-    """The same for some of the regions and the dims from ``dim`` on. ``known``: answers, as slices are often cut alike."""
+    """The answer for some of the regions and the dims from ``dim`` on. ``known``: answers, as slices are often cut alike."""
     if dim == len(regions[0].runs):
         return {numbers: 1}
     counts: Cells = known.setdefault((numbers, dim), {})
@@ -138,7 +138,7 @@ def num_covered(needed: Sequence[Region], given: Sequence[Region]) -> int:
 
 
 def untiled(regions: Sequence[Region], shape: Sequence[int]) -> str | None:
-    """In words, why ``regions`` are not a tiling of a tensor of that shape, which has each element in exactly one of them;
+    """Why, in words, ``regions`` are not a tiling of a tensor of that shape, which has each element in exactly one of them;
     ``None`` if they are one.
     """
     whole = Region.whole(shape)

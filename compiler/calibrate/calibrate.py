@@ -174,7 +174,7 @@ def doubts(hardware: Hardware) -> list[Doubt]:
 
 
 MOST_ERROR = 3.0
-"""Of a fit: on average it is no more than four times as much as what was measured, or as little."""
+"""How far a fit may be off: on average it is no more than four times as much as what was measured, or as little."""
 
 REPEATS = 2
 """So often is measured again what no fit comes near."""

@@ -70,7 +70,7 @@ def expected_s(effort: Effort, num_tiers: int) -> float:
 
 
 OTHER_POINTS = 50
-"""Of the least time of operators, of a program, and of the operators of models, about."""
+"""About how many points are measured beside: the least times of operators and of a program, and operators of models."""
 
 WORK_BATCHES = 100
 """Stretches of work for one message, about."""

@@ -217,7 +217,7 @@ def _symbols(program: PipelineProgram) -> tuple[str, ...]:
 
 
 def _output_sizes(program: PipelineProgram) -> tuple[str, ...]:
-    """Those of them that the result of the whole module speaks of."""
+    """The dynamic sizes that the result of the whole module speaks of."""
     used = output_symbols(program.graph.output)
     return tuple(symbol for symbol in _symbols(program) if symbol in used)
 

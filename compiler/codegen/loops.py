@@ -56,7 +56,9 @@ def _is_next(run: Run, last: Run) -> bool:
 
 
 def _carried(run: Run, last: Run) -> dict[int, int] | None:
-    """By position of an input, which output of the run before it is. ``None`` where some output is not read by this run, or
+    """Which output of the run before each input is, by the position of the input.
+
+    ``None`` where some output is not read by this run, or
     where two inputs of the first layer would be one variable.
     """
     outputs = {value.name: index for index, value in enumerate(last.outputs)}

@@ -105,7 +105,7 @@ def _calls(program: Program) -> Iterable[tuple[IROp, Assignment]]:
 
 
 def _operations(op: IROp, assignment: Assignment, mesh: Mesh) -> float:
-    """Of the rank with the largest pieces, forward and backward."""
+    """The operations of the rank with the largest pieces, forward and backward."""
     call = local_call(op, assignment, mesh)
     return sum(arithmetic_s(call, call.differentiated, _COUNTING))
 

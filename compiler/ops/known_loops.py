@@ -123,7 +123,7 @@ KNOWN_LOOPS: Mapping[str, KnownLoop] = {
         "self, hidden_states, recurrent_gate, reset, recurrent_states", _rnn_scan, _rnn_scan_results
     ),
 }
-"""By the function's qualified name in its file. All are of files of ``transformers.models``."""
+"""The known loops by the qualified name of the function in its file, which is one of ``transformers.models``."""
 
 LIBRARY = "transformers.models."
 _PACKED = ("cu_seqlens", "seq_idx")

@@ -38,7 +38,7 @@ mistakes one dim for another.
 """
 
 _MOST_ELEMENTS = 2**22
-"""Of all operands of a sample together."""
+"""The most elements that all operands of a sample have together."""
 
 _WIDER = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
 _WIDER |= {torch.complex64: torch.complex128}

@@ -121,7 +121,7 @@ class _Lowering:
         return replace(program, tail=tuple(self.body[len(program.body) :]), whole_output=whole)
 
     def _wanted_by(self, ops: list[IROp]) -> dict[str, list[Layout]]:
-        """By value, the layouts that operators need it in."""
+        """The layouts that operators need each value in."""
         wanted: dict[str, list[Layout]] = {}
         for op in ops:
             for value, layout in zip(op.operands, self.operand_layouts[op.name], strict=True):

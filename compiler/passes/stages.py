@@ -73,7 +73,7 @@ def names_of_updated(graph: IRGraph) -> set[str]:
 
 
 def uses_of(updated: Set[str], graph: IRGraph, at: Mapping[str, int]) -> dict[str, set[int]]:
-    """By name of an ``updated`` buffer, where it is read as it was before the call, and where its new value is made.
+    """Where each ``updated`` buffer is read as it was before the call, and where its new value is made, by its name.
 
     ``at`` says where each operator is: its stage, or its place in the graph. A stage sends the new value to any
     other that reads it, but nobody sends the old one: all these uses belong in one stage.
@@ -136,7 +136,7 @@ def _outputs(graph: IRGraph, made_in: dict[str, int], num_stages: int) -> dict[i
 def _buffer_updates(
     graph: IRGraph, uses: Mapping[str, Set[int]], made_in: Mapping[str, int]
 ) -> dict[int, tuple[tuple[IRValue, IRValue], ...]]:
-    """By stage, the buffers that it updates: where the new value is made, or else where the old one is read."""
+    """The buffers that each stage updates: where the new value is made, or else where the old one is read."""
     updates: dict[int, tuple[tuple[IRValue, IRValue], ...]] = {}
     for before, after in graph.buffer_updates:
         index = made_in.get(after.name, min(uses[before.name]))

@@ -11,7 +11,9 @@ from shardwright.runtime.errors import PlanError, did_you_mean
 from shardwright.runtime.layout import Layout
 
 Wishes = dict[str, Layout | str | None]
-"""By output path: a layout, ``"whole"``, ``"sharded"``, ``"eval"`` (left out of training steps), ``None`` (not needed)."""
+"""What is wanted of each output, by its path: a layout, ``"whole"``, ``"sharded"``, ``"eval"`` (left out of training steps),
+``None`` (not needed).
+"""
 
 
 def output_wishes(graph: IRGraph, config: ComputeConfig) -> Wishes:

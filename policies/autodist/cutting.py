@@ -267,7 +267,7 @@ class Cutter:
         return moved(begins, positions, self.space.num_microbatches, prediction.step_s)
 
     def _evened(self, split: Split, prediction: Prediction, positions: Positions) -> list[Split]:
-        """The same with other begins, as far as they fit the memory: of even stages, and such that positions have about equal
+        """The cut with other begins, as far as they fit the memory: of even stages, and such that positions have about equal
         sums.
         """
         placement = prediction.schedule.placement

@@ -102,7 +102,7 @@ class Holdings:
         return parameter_names(self.module)
 
     def first_names(self) -> dict[str, str]:
-        """By every name of every tensor of the model, those on other pipeline stages too, its first name."""
+        """The first name of every tensor of the model by each of its names, those on other pipeline stages too."""
         first = {name: holding.name for holding in self.tensors for name in holding.names}
         for path, part in self.compiled.items():
             prefix = f"{path}." if path else ""

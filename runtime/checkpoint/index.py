@@ -61,7 +61,7 @@ class TensorRecord:
 
     @property
     def problem(self) -> str | None:
-        """In words, why the pieces do not make the tensor; ``None`` if each element is in exactly one of them."""
+        """Why the pieces do not make the tensor, in words; ``None`` if each element is in exactly one of them."""
         return untiled([piece.region for piece in self.pieces], self.shape)
 
     def merged(self, other: TensorRecord) -> TensorRecord:

@@ -100,7 +100,9 @@ class NamedState:
         return chosen
 
     def regrouped(self, names: GroupNames, members: GroupNames) -> NamedState:
-        """With the groups of another optimizer of the same parameters: ``names`` are those on this rank, ``members`` all.
+        """A state with the groups of another optimizer of the same parameters.
+
+        ``names`` are those on this rank, ``members`` all.
 
         Raises :class:`CheckpointError` as :meth:`sources` does.
         """

@@ -118,7 +118,7 @@ def _read(descriptor: int) -> dict[str, Any]:
 
 
 def _described(path: Path) -> str:
-    """In words, who has locked the file."""
+    """Who has locked the file, in words."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         content = _read(descriptor)

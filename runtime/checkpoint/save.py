@@ -166,7 +166,7 @@ class CheckpointSave:
             self._remove()
 
     def waits_for(self) -> str:
-        """In words, what is not written yet."""
+        """What is not written yet, in words."""
         lacking = [rank for rank in range(self._world.size) if not (self.folder / _part_file(rank)).exists()]
         if self._world.rank in lacking or not lacking:
             return f"written its part of the checkpoint {self.folder}"

@@ -290,7 +290,7 @@ class Communicator:
             raise self.failure(collective, x, error) from error
 
     def _start(self, collective: str, x: Tensor, function: Callable[..., Work], *args: Any) -> Work:
-        """The same for a call that goes on until somebody waits for it."""
+        """Make a call of the transport that goes on until somebody waits for it."""
         try:
             return _UnderWay(function(*args), self, collective)
         except RuntimeError as error:

@@ -188,7 +188,7 @@ class StoreExchange:
         return sign, Process.from_json(json.loads(sign)[1])
 
     def _done_with(self, key: str, ranks: Sequence[int]) -> set[int]:
-        """Those ranks that have confirmed, or never will."""
+        """The ranks that have confirmed, or never will."""
         done = set()
         for rank in ranks:
             if self._store.check([f"{key}/{rank}"]) or self._store.check([f"left/{rank}"]):

@@ -66,7 +66,7 @@ class concerning(AbstractContextManager[None]):
 
 
 def names_parameters(model: nn.Module) -> None:
-    """From now on, while it lives, messages call the parameters of ``model`` by its names."""
+    """Let messages call the parameters of ``model`` by its names, as long as it lives."""
     _models.add(model)
 
 

@@ -22,7 +22,7 @@ _ASKING = "this rank waits for the job's key-value store"
 _SETTLE_S = 1.0
 """How long a process that has closed its connections may take to be gone."""
 _MANY_RANKS, _MANY_WORDS = 64, 4
-"""Of how many ranks at most the store is asked, and of how many something is said."""
+"""The most ranks that the store is asked about, and the most about which something is said."""
 
 State = Literal["runs", "is stopped", "is gone"]
 

@@ -72,7 +72,7 @@ class TrainingAgreement:
         self._num_steps = 0
 
     def watch(self, optimizer: Optimizer) -> None:
-        """From now on compare the options of ``optimizer``, too."""
+        """Compare the options of ``optimizer`` from now on, too."""
         self._optimizer = weakref.ref(optimizer)
 
     def note_step(self) -> None:

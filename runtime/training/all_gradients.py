@@ -30,7 +30,7 @@ class GradientKeeper(Protocol):
 
     @property
     def counted_holders(self) -> list[Named]:
-        """Those holders that this rank counts where every distinct element is counted once."""
+        """The holders that this rank counts where every distinct element is counted once."""
 
     def sum_gradients(self) -> None:
         """Sum every gradient that has not been summed yet. Collective."""
@@ -63,7 +63,7 @@ class AllGradients:
         )
 
     def kept_by(self, keeper: GradientKeeper, tensors: Sequence[Named]) -> None:
-        """From now on ``keeper`` has the gradients, and ``tensors`` stand for the parameters they are named by."""
+        """Let ``keeper`` have the gradients from now on, and ``tensors`` stand for the parameters they are named by."""
         self._keeper = weakref.ref(keeper)
         for name, tensor in tensors:
             self._names[id(tensor)] = name
@@ -145,7 +145,7 @@ def gradients_of(tensor: Tensor) -> AllGradients | None:
 
 
 def live_gradients() -> list[AllGradients]:
-    """Those of all models that this rank trains, in the order in which they were made."""
+    """The gradients of all models that this rank trains, in the order in which they were made."""
     if not _live:
         return []
     world = current_world()
